@@ -1,0 +1,94 @@
+"""The three FP8 GEMMs of a linear layer, and the BF16 one, defined in torch so that they run and are exact on a CPU.
+
+Enters: `BlockScaled` operands. Leaves: BF16 outputs (fprop, dgrad) or FP32 sums (wgrad).
+Equation: out[m, n] = sum over k-blocks, in order, of fp32(sum in float64 of code_a * code_b) * fp32(scale_a * scale_b), where the product
+and the sum over blocks are separate, correctly rounded FP32 operations.
+Invariant: 128 products of E4M3 codes need 43 bits, so the float64 sum of a block is exact in any order; hence an output element depends on
+its own row of A and B alone: not on M, not on N, not on how N is cut over ranks. (E5M2 with E4M3 can need 57 bits, only where a
+block spans the whole range of both formats.)
+Left out: the GPU's tensor cores, whose accumulation inside a block rounds differently.
+
+Legend: T tokens, K input features, N output features; M rows and J contraction length of any GEMM.
+"""
+
+import torch
+
+from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
+from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK
+
+EXACT_CHUNK = 2048
+"""Products of two 21-bit integers that float64 adds without rounding."""
+
+
+def fprop(x: BlockScaled, w: BlockScaled) -> torch.Tensor:
+    """Y = X W^T. x: [T, K] in blocks 1x128; w: [N, K] in blocks 128x128; returns [T, N] bfloat16."""
+    return _block_product(x, w, WEIGHT_BLOCK).to(torch.bfloat16)
+
+
+def dgrad(dy: BlockScaled, w_t: BlockScaled) -> torch.Tensor:
+    """dX = dY W. dy: [T, N] in blocks 1x128; w_t: [K, N] in blocks 128x128, the transposed bytes of W; returns [T, K] bfloat16."""
+    return _block_product(dy, w_t, WEIGHT_BLOCK).to(torch.bfloat16)
+
+
+def wgrad(dy_t: BlockScaled, x_t: BlockScaled, out: torch.Tensor | None = None) -> torch.Tensor:
+    """dW = dY^T X, added to `out` in place.
+
+    dy_t: [N, T] and x_t: [K, T], both in blocks 1x128 along T. out: [N, K] float32, None starts from zero. Returns `out`.
+    """
+    total = _block_product(dy_t, x_t, ROW_BLOCK)
+    if out is None:
+        return total
+    if out.dtype is not torch.float32 or out.shape != total.shape:
+        raise ValueError(f"wgrad accumulates into float32 {tuple(total.shape)}, got {out.dtype} {tuple(out.shape)}")
+    return out.add_(total)
+
+
+def matmul_bf16_reference(a: torch.Tensor, b_t: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A B^T of two BF16 matrices in float64, rounded to FP32 and then to `out_dtype`; independent of M and N like the FP8 GEMMs.
+
+    a: [M, J] and b_t: [N, J], bfloat16 or float32. Each row is split as high + low, the high part on a grid of 21 bits below the row's
+    largest element: high times high is exact in chunks of 2048, and the parts with a low factor are too small to change the rounding.
+    """
+    if a.dim() != 2 or b_t.dim() != 2 or a.shape[1] != b_t.shape[1]:
+        raise ValueError(f"cannot multiply {tuple(a.shape)} with the transpose of {tuple(b_t.shape)}; the last axes must be equal matrices")
+    total = torch.zeros(a.shape[0], b_t.shape[0], dtype=torch.float64, device=a.device)
+    for start in range(0, a.shape[1], EXACT_CHUNK):
+        a_high, a_low = _split(a[:, start : start + EXACT_CHUNK])
+        b_high, b_low = _split(b_t[:, start : start + EXACT_CHUNK])
+        part = a_high @ b_high.t()
+        if b_low is not None:
+            part += a_high @ b_low.t()
+        if a_low is not None:
+            part += a_low @ (b_high if b_low is None else b_high + b_low).t()
+        total += part
+    return total.to(torch.float32).to(out_dtype)
+
+
+def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x in float64 as (multiples of 2^-20 of the row's largest power of two, rest or None where all of it is zero)."""
+    x = x.to(torch.float64)
+    amax = x.abs().amax(dim=1, keepdim=True)
+    step = torch.exp2(torch.frexp(amax)[1].to(torch.float64) - 21)
+    high = torch.where(torch.isfinite(amax) & (amax > 0), torch.round(x / step) * step, x)
+    low = x - high
+    return (high, low) if bool((low != 0).any()) else (x, None)
+
+
+def _block_product(a: BlockScaled, b: BlockScaled, b_block: tuple[int, int]) -> torch.Tensor:
+    """A B^T in FP32 by the module's equation; a [M, J] in 1x128, b [N, J] in `b_block`."""
+    if a.block != ROW_BLOCK or b.block != b_block:
+        raise ValueError(f"operands are in blocks {a.block} and {b.block}; this GEMM reads {ROW_BLOCK} and {b_block}")
+    (m, j), (n, j_b) = a.shape, b.shape
+    if j != j_b:
+        raise ValueError(f"contraction lengths differ: {a.shape} against {b.shape}; is an operand in the other orientation?")
+    out = torch.zeros(m, n, dtype=torch.float32, device=a.data.device)
+    if out.numel() == 0:
+        return out
+    a_codes, b_codes = a.data.to(torch.float32), b.data.to(torch.float32)
+    for k in range(num_blocks(j, GROUP)):
+        cut = slice(k * GROUP, min(j, (k + 1) * GROUP))
+        part = (a_codes[:, cut].to(torch.float64) @ b_codes[:, cut].to(torch.float64).t()).to(torch.float32)
+        b_scale = b.scale[:, k].repeat_interleave(b_block[0])[:n]
+        part *= a.scale[:, k, None] * b_scale[None, :]
+        out += part
+    return out

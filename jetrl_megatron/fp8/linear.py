@@ -1,0 +1,203 @@
+"""The autograd linears: Y = X W^T with an FP8 forward and a backward whose precision each switch of `GemmPrecision` sets.
+
+Enters: BF16 activations, the BF16 parameter (for its gradient and the BF16 arms), and its FP8 bytes from the weight cache.
+Leaves: BF16 outputs; the weight gradient goes straight into `weight.main_grad` (FP32) where that attribute exists, as Megatron's
+fused gradient accumulation does, else it is returned in the weight's dtype.
+Invariants: the forward reads only bytes of the cache, never quantises a weight; tokens are padded to a multiple of 128 with zero codes
+inside wgrad only, which is exact; without grad mode nothing is saved; T = 0 works.
+Rows in another order: where the cache holds parameter rows permuted (`row_order`), Y and dW are in the parameter's order and only the
+operands of fprop and dgrad are in the cache's.
+Left out: bias, tensor-parallel communication (actor/), weight quantisation (weight_cache.py).
+
+Legend: T tokens, K input features, N output features.
+"""
+
+import torch
+
+from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation
+from jetrl_megatron.fp8.backend import Kernels, kernels_of
+from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.gemm_reference import matmul_bf16_reference
+from jetrl_megatron.fp8.precision import GemmPrecision
+from jetrl_megatron.fp8.quantize import ROW_BLOCK
+from jetrl_megatron.fp8.weight_cache import QuantizedWeight
+
+E4M3 = torch.float8_e4m3fn
+
+
+def fp8_linear(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    cached: QuantizedWeight,
+    precision: GemmPrecision,
+    backend: Backend,
+    row_order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Y = X W^T with the forward in FP8.
+
+    x_TK: [T, K] bfloat16. weight: [N, K] bfloat16 parameter that `cached` was made of. cached: its bytes. precision: the switches.
+    backend: resolved. row_order: [N] int64, cache row i is parameter row row_order[i]; None where both orders are one.
+    Returns [T, N] bfloat16, columns in the parameter's order. Raises ValueError on shapes or dtypes that do not fit, or a BF16 precision.
+    """
+    _check(x_TK, weight)
+    if precision.linear is not LinearPrecision.fp8:
+        raise ValueError("precision.linear is bf16; call bf16_linear for this layer")
+    if cached.w.shape != tuple(weight.shape):
+        raise ValueError(f"cached weight is {cached.w.shape}, the parameter {tuple(weight.shape)}; they must be one layer's")
+    kernels = kernels_of(backend)
+    if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
+        if precision.dgrad is LinearPrecision.fp8 and x_TK.requires_grad and cached.w_t is None:
+            raise ValueError("dgrad is fp8 but the cache holds no transposed weight; build WeightCache with keep_transposed=True")
+        return _Fp8Linear.apply(x_TK, weight, cached, precision, kernels, row_order)
+    x = kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
+    return _to_stored_order(kernels.fprop(x, cached.w), row_order)
+
+
+def bf16_linear(x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Y = X W^T in BF16: on a CPU by the float64 reference, whose rows do not depend on T or N, on CUDA by torch.
+
+    x_TK: [T, K] bfloat16. weight: [N, K] bfloat16. out_dtype: bfloat16, or float32 for the logits of an lm_head.
+    Returns [T, N]. The weight gradient follows the module's convention.
+    """
+    _check(x_TK, weight)
+    return _Bf16Linear.apply(x_TK, weight, out_dtype)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, weight, cached, precision, kernels, row_order):
+        saved = precision.saved_activation
+        formats = {"dtype": E4M3, "scale_format": precision.scale_format}
+        keep: list[torch.Tensor] = []
+        ctx.block = None
+        if weight.requires_grad and saved is SavedActivation.fp8_dual:
+            x, x_t = kernels.quantize_dual(x_TK, **formats)
+            keep, ctx.block = [x_t.data, x_t.scale], x_t.block
+        else:
+            x = kernels.quantize(x_TK, ROW_BLOCK, **formats)
+            if weight.requires_grad:
+                keep = [x_TK] if saved is SavedActivation.bf16 else [x.data, x.scale]
+                ctx.block = None if saved is SavedActivation.bf16 else x.block
+        ctx.precision, ctx.kernels, ctx.row_order, ctx.num_kept = precision, kernels, row_order, len(keep)
+        ctx.weight_ref, ctx.num_toks = weight, x_TK.shape[0]
+        if ctx.needs_input_grad[0]:
+            keep += [weight] if precision.dgrad is LinearPrecision.bf16 else [cached.w_t.data, cached.w_t.scale]
+        ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
+        ctx.save_for_backward(*keep)
+        return _to_stored_order(kernels.fprop(x, cached.w), row_order)
+
+    @staticmethod
+    def backward(ctx, dy_TN):
+        kernels, precision = ctx.kernels, ctx.precision
+        kept, for_dgrad = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
+        fp8_dgrad = ctx.needs_input_grad[0] and precision.dgrad is LinearPrecision.fp8
+        fp8_wgrad = ctx.needs_input_grad[1] and precision.wgrad is LinearPrecision.fp8
+        dy, dy_t = _quantize_grad(dy_TN, ctx.row_order, precision, kernels, (fp8_dgrad, fp8_wgrad))
+        dx = dw = None
+        if fp8_dgrad:
+            dx = kernels.dgrad(dy, BlockScaled(for_dgrad[0], for_dgrad[1], ctx.w_t_block))
+        elif ctx.needs_input_grad[0]:
+            dx = _mm(dy_TN, for_dgrad[0].t(), torch.bfloat16)
+        if fp8_wgrad:
+            x_t = _saved_transposed(kept, ctx.block, precision, kernels)
+            dw = _deliver(ctx.weight_ref, lambda out: kernels.wgrad(dy_t, x_t, out))
+        elif ctx.needs_input_grad[1]:
+            x_TK = _saved_bf16(kept, ctx.block, precision, ctx.num_toks)
+            dw = _deliver(ctx.weight_ref, lambda out: _accumulate(_mm(dy_TN.t(), x_TK.t(), torch.float32), out))
+        return dx, dw, None, None, None, None
+
+
+class _Bf16Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, weight, out_dtype):
+        ctx.save_for_backward(x_TK, weight)
+        ctx.weight_ref = weight
+        return _mm(x_TK, weight, out_dtype)
+
+    @staticmethod
+    def backward(ctx, dy_TN):
+        x_TK, weight = ctx.saved_tensors
+        dy_TN = dy_TN.to(torch.bfloat16)
+        dx = _mm(dy_TN, weight.t(), torch.bfloat16) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = _deliver(ctx.weight_ref, lambda out: _accumulate(_mm(dy_TN.t(), x_TK.t(), torch.float32), out))
+        return dx, dw, None
+
+
+def _check(x_TK: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise ValueError unless x [T, K] and weight [N, K] are BF16 matrices that fit."""
+    if x_TK.dim() != 2 or weight.dim() != 2 or x_TK.shape[1] != weight.shape[1]:
+        raise ValueError(f"linear: input {tuple(x_TK.shape)} and weight {tuple(weight.shape)} must be [T, K] and [N, K]")
+    if x_TK.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        raise ValueError(f"linear: input is {x_TK.dtype}, weight {weight.dtype}; both must be bfloat16")
+
+
+def _mm(a: torch.Tensor, b_t: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """A B^T of BF16 matrices: the reference on a CPU, torch's GEMM (FP32 accumulation) on CUDA."""
+    if a.device.type != "cuda":
+        return matmul_bf16_reference(a, b_t, out_dtype)
+    if out_dtype is torch.bfloat16:
+        return a @ b_t.t()
+    return torch.mm(a, b_t.t(), out_dtype=out_dtype)
+
+
+def _to_stored_order(y_TN: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+    """Columns of Y from the cache's order to the parameter's."""
+    return y_TN if row_order is None else torch.empty_like(y_TN).index_copy_(1, row_order, y_TN)
+
+
+def _quantize_grad(
+    dy_TN: torch.Tensor, row_order: torch.Tensor | None, precision: GemmPrecision, kernels: Kernels, wanted: tuple[bool, bool]
+) -> tuple[BlockScaled | None, BlockScaled | None]:
+    """(dY along N in the cache's order for dgrad, dY^T along T in the parameter's order for wgrad), each None where not wanted."""
+    formats = {"dtype": precision.grad_dtype, "scale_format": precision.scale_format}
+    for_dgrad, for_wgrad = wanted
+    if not for_dgrad and not for_wgrad:
+        return None, None
+    dy = dy_t = None
+    if for_wgrad:
+        dy, dy_t = kernels.quantize_dual(dy_TN, **formats)
+    if for_dgrad and (dy is None or row_order is not None):
+        dy = kernels.quantize(dy_TN if row_order is None else dy_TN.index_select(1, row_order), ROW_BLOCK, **formats)
+    return dy, dy_t
+
+
+def _saved_transposed(
+    kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, kernels: Kernels
+) -> BlockScaled:
+    """X^T in blocks 1x128 along T, [K, T128], from what the forward kept."""
+    if precision.saved_activation is SavedActivation.fp8_dual:
+        return BlockScaled(kept[0], kept[1], block)
+    formats = {"dtype": E4M3, "scale_format": precision.scale_format}
+    x_TK = kept[0] if precision.saved_activation is SavedActivation.bf16 else BlockScaled(kept[0], kept[1], block).dequantize()
+    return kernels.quantize_dual(x_TK, **formats)[1]
+
+
+def _saved_bf16(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, num_toks: int) -> torch.Tensor:
+    """X [T, K] in BF16 from what the forward kept; FP8 copies are dequantised."""
+    if precision.saved_activation is SavedActivation.bf16:
+        return kept[0]
+    value = BlockScaled(kept[0], kept[1], block).dequantize(torch.bfloat16)
+    return value[:, :num_toks].t() if precision.saved_activation is SavedActivation.fp8_dual else value
+
+
+def _accumulate(value: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """`value` added into `out` in place, or `value` itself."""
+    return value if out is None else out.add_(value)
+
+
+def _deliver(weight: torch.Tensor, compute) -> torch.Tensor:
+    """Run `compute(out)` into `weight.main_grad` and return a stand-in gradient, or return the gradient in the weight's dtype.
+
+    The stand-in only makes autograd call the parameter's hooks; nobody reads it once `grad_added_to_main_grad` is set, unless
+    `zero_out_wgrad` asks for zeros.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return compute(None).to(weight.dtype)
+    if main_grad.dtype is not torch.float32:
+        raise ValueError(f"main_grad is {main_grad.dtype}; gradients accumulate in float32 (accumulate_allreduce_grads_in_fp32)")
+    compute(main_grad)
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
