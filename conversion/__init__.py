@@ -1,0 +1,20 @@
+"""Checkpoints between Hugging Face, the Megatron actor and a vLLM engine, as moves of bytes that never change a bit.
+
+Every layout is described against one canonical space, the tensors of the Hugging Face checkpoint: a stored tensor is a list of
+rectangles of canonical tensors. A plan is the intersection of two such descriptions, so adding a layout is adding a description and
+adding a family is adding a table. FP8 codes and their block scales travel in the same operation.
+
+In the order the data flows:
+
+- `architecture`  a `config.json` as a checked, torch-free dataclass
+- `layout`        how a model is cut over TP, PP and VPP; which cuts are legal, and which TP degrees would be
+- `names`         one table a family: Hugging Face names and shapes, Megatron names, how each is cut
+- `shards`        what each rank stores, as pieces of canonical tensors: Hugging Face, Megatron ranks, vLLM ranks
+- `plan`          the pure planner: two descriptions in, copy operations out, every destination element written once
+- `files`         safetensors files read and written a tensor at a time
+- `hf_directory`  a Hugging Face directory: index, carried files, quantization_config, atomic replacement, manifest
+- `execute`       runs a plan against files with bounded memory
+- `actor_io`      what the actor calls: its own shard of a Hugging Face directory in, its own shard out, merge
+
+Only `actor_io` and the explicit FP8/BF16 casts need torch.
+"""
