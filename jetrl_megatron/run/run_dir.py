@@ -1,0 +1,148 @@
+"""The run directory: made once, reopened by the same run only.
+
+Enters: a recipe. Leaves: the directory with `recipe.yaml` (every key, resolved) and one line in `environment.jsonl` for each start, both
+durable before step 0. Layout:
+
+    recipe.yaml  environment.jsonl  records.jsonl  checkpoints/  tensorboard/  hf/  curves.png  summary.json  run.lock
+
+Invariant: two starts in one directory differ at most in how long the run is and what it saves and logs; two processes never run in it at
+the same time (a POSIX lock, which the system drops when the process dies).
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from jetrl_megatron.config import Recipe
+from jetrl_megatron.load import dump_recipe, flat_recipe, load_recipe, may_change
+from jetrl_megatron.run.environment import describe_environment
+from jetrl_megatron.run.manifest import write_durably
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where everything of one run lies."""
+
+    path: Path
+    lock: TextIO | None = field(default=None, repr=False, compare=False)
+    """Held by rank 0 as long as it lives."""
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """One JSON line for each start."""
+        return self.path / "environment.jsonl"
+
+    @property
+    def records(self) -> Path:
+        """One JSON line for each step and evaluation."""
+        return self.path / "records.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Root of the checkpoint store."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def hf(self) -> Path:
+        """The exported Hugging Face directory."""
+        return self.path / "hf"
+
+    @property
+    def initial_model(self) -> Path:
+        """The HF directory of a synthetic model, written before step 0."""
+        return self.path / "initial_model"
+
+    @property
+    def curves(self) -> Path:
+        """The picture of the curves."""
+        return self.path / "curves.png"
+
+    @property
+    def summary(self) -> Path:
+        """The closing numbers."""
+        return self.path / "summary.json"
+
+
+def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int = 0) -> RunDir:
+    """Make or reopen the directory that `recipe.run.dir` names.
+
+    argv: the command line, for the record. device: what the actor runs on. rank: only rank 0 writes and locks; the others must
+    wait for it (a barrier of the caller) before they use the directory.
+    Raises ValueError when the directory belongs to a different recipe, is in use, or holds something else.
+    """
+    path = Path(recipe.run.dir)
+    if rank != 0:
+        return RunDir(path)
+    _refuse_foreign(path)
+    path.mkdir(parents=True, exist_ok=True)
+    run_dir = RunDir(path, _take_lock(path / "run.lock"))
+    if run_dir.recipe.exists():
+        _refuse_other_recipe(run_dir.recipe, recipe)
+    write_durably(run_dir.recipe, dump_recipe(recipe))
+    line = json.dumps(describe_environment(argv, recipe.run.seed, device))
+    with run_dir.environment.open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return run_dir
+
+
+def differing_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Give dotted key -> (old, new) where two recipes differ and a run may not."""
+    before, after = flat_recipe(old), flat_recipe(new)
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key] and not may_change(key)}
+
+
+def _refuse_foreign(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run.dir {path} is a file; name a directory")
+    if path.is_dir() and not (path / "recipe.yaml").exists():
+        others = sorted(p.name for p in path.iterdir() if p.name not in ("run.lock", "recipe.yaml.part"))
+        if others:
+            raise ValueError(f"run.dir {path} holds {', '.join(others[:5])} and no recipe.yaml: it is not a run; name another directory")
+
+
+def _take_lock(path: Path) -> TextIO | None:
+    file = path.open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            way_out = "wait for it, stop it, or set another run.dir"
+            raise ValueError(f"run.dir {path.parent} is in use by process {holder}; {way_out}") from error
+        logger.warning("%s cannot be locked (%s): take care that only one run uses this directory", path, error)
+        return None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _refuse_other_recipe(path: Path, recipe: Recipe) -> None:
+    differing = differing_keys(load_recipe(path), recipe)
+    if differing:
+        listed = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in differing.items())
+        raise ValueError(
+            f"run.dir {path.parent} belongs to another recipe: {listed}. Set these back, or set another run.dir "
+            "(a run may change only how long it is and what it saves and logs)"
+        )
