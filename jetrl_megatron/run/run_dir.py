@@ -14,6 +14,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +25,8 @@ from jetrl_megatron.run.environment import describe_environment
 from jetrl_megatron.run.manifest import write_durably
 
 logger = logging.getLogger(__name__)
+_LOCK_WAIT_S = 3.0
+"""A run that was just killed may take a moment to leave."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,23 @@ def _refuse_foreign(path: Path) -> None:
 
 def _take_lock(path: Path) -> TextIO | None:
     file = path.open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read().strip()
-        file.close()
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            way_out = "wait for it, stop it, or set another run.dir"
-            raise ValueError(f"run.dir {path.parent} is in use by process {holder}; {way_out}") from error
-        logger.warning("%s cannot be locked (%s): take care that only one run uses this directory", path, error)
-        return None
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                file.close()
+                logger.warning("%s cannot be locked (%s): take care that only one run uses this directory", path, error)
+                return None
+            if time.monotonic() > deadline:
+                file.seek(0)
+                holder = file.read().strip()
+                file.close()
+                way_out = "wait for it, stop it, or set another run.dir"
+                raise ValueError(f"run.dir {path.parent} is in use by process {holder}; {way_out}") from error
+        time.sleep(0.1)
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()

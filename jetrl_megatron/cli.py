@@ -1,0 +1,119 @@
+"""The command `jetrl`.
+
+Exit codes, the same for every command: 0 done (also: stopped by SIGTERM or SIGINT with everything saved); 1 the run or the check failed;
+2 a wrong command line or recipe; 3 a stop that did not reach a step boundary within run.grace_s (the last complete checkpoint is intact).
+Standard output carries results only (with `--json` one object a line, except that `train` ends with the path of summary.json); everything
+else goes to standard error.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from jetrl_megatron.config import Recipe
+from jetrl_megatron.load import load_recipe
+from jetrl_megatron.run.local_launch import die_with_launcher, launch, slurm_rank, under_launcher
+
+EXIT_USAGE = 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    parser = argparse.ArgumentParser(prog="jetrl", description="On-policy FP8 reinforcement learning on Megatron-core.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    train = commands.add_parser("train", help="run a recipe; resumes by itself from its run directory")
+    train.add_argument("recipe", help="a YAML file, for example recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, for example run.steps=10 data.train=[gsm8k]")
+    train.add_argument("--nproc", type=int, help="processes on this machine; default: its GPUs, or tp * pp on a CPU")
+    train.add_argument("--json", action="store_true", help="print records as JSON, one a line")
+    train.set_defaults(call=_train)
+
+    evaluate = commands.add_parser("eval", help="pass@1 and avg@k of a model on a benchmark")
+    evaluate.add_argument("model", help="a run directory or a Hugging Face directory")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, for example eval.samples=8")
+    evaluate.add_argument("--data", action="append", required=True, metavar="NAME_OR_FILE", help="may be given several times")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object for each data set")
+    evaluate.set_defaults(call=_evaluate)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code; argv: words after `jetrl`, by default those of this process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    die_with_launcher()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    args = parse(words)
+    try:
+        return int(args.call(args, words))
+    except (ValueError, FileNotFoundError) as error:
+        if not _raised_by_us(error):
+            raise
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"jetrl{rank}: {error}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parse a command line; `key=value` words may stand anywhere behind the command."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(words)
+    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange:
+        parser.error(f"unrecognized arguments: {' '.join(strange)}")
+    args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def _raised_by_us(error: Exception) -> bool:
+    """Tell our own checks of what the user wrote from a library's error, which is a fault of ours and keeps its traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    assert trace is not None
+    package = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    return package in ("jetrl_megatron", "conversion", "__main__")
+
+
+def _train(args: argparse.Namespace, words: list[str]) -> int:
+    recipe = load_recipe(args.recipe, args.overrides)
+    if not under_launcher(os.environ):
+        os.environ.update(slurm_rank(os.environ))
+    if under_launcher(os.environ):
+        from jetrl_megatron.train import train
+
+        return train(recipe, ["jetrl", *words], json_lines=args.json)
+    num_processes = count_processes(recipe, args.nproc)
+    return launch([sys.executable, "-m", "jetrl_megatron.cli", *words], num_processes, recipe.run.grace_s)
+
+
+def count_processes(recipe: Recipe, asked: int | None) -> int:
+    """Say how many processes to start here.
+
+    asked: the user's number, else the machine's GPUs, else tp * pp. Raises ValueError when tp * pp does not divide it.
+    """
+    import torch
+
+    replica = recipe.parallel.tp * recipe.parallel.pp
+    num_gpus = torch.cuda.device_count()
+    number = asked if asked is not None else (num_gpus or replica)
+    if number < 1 or number % replica:
+        raise ValueError(
+            f"{number} processes ({'--nproc' if asked is not None else 'one for each GPU'}) do not divide into replicas of "
+            f"parallel.tp * parallel.pp = {recipe.parallel.tp} * {recipe.parallel.pp} = {replica}; use --nproc with a multiple of {replica}"
+        )
+    if num_gpus and number > num_gpus:
+        raise ValueError(f"{number} processes need as many GPUs and this machine has {num_gpus}; lower --nproc, parallel.tp or parallel.pp")
+    return number
+
+
+def _evaluate(args: argparse.Namespace, words: list[str]) -> int:
+    from jetrl_megatron.evaluate import main as evaluate
+
+    return evaluate(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""One process a rank: exit codes, signals and no orphans (fault F4)."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from jetrl_megatron.run.local_launch import launch, slurm_rank, threads_per_process, under_launcher
+
+
+def python(body: str) -> list[str]:
+    return [sys.executable, "-c", "import os, sys, time, signal; rank = int(os.environ['RANK'])\n" + textwrap.dedent(body)]
+
+
+def test_ranks_and_threads_are_set_and_success_is_zero(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    body = """
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+        open(str(rank), "w").write(" ".join(os.environ[n] for n in names))
+    """
+    monkeypatch.chdir(tmp_path)
+    assert launch(python(body), 3, grace_s=1.0) == 0
+    threads = threads_per_process(3)
+    assert [(tmp_path / str(r)).read_text() for r in range(3)] == [f"{r} {r} 3 3 127.0.0.1 {threads}" for r in range(3)]
+
+
+@pytest.mark.parametrize(("ending", "code", "words"), [("sys.exit(2)", 2, "exited with code 2"), ("os.kill(os.getpid(), 9)", 1, "SIGKILL")])
+def test_one_dead_rank_ends_all_and_is_named(capfd, monkeypatch, ending, code, words):
+    monkeypatch.setattr("jetrl_megatron.run.local_launch._LAST_WORDS_S", 0.2)
+    start = time.monotonic()
+    assert launch(python(f"{ending} if rank == 1 else time.sleep(60)"), 2, grace_s=1.0) == code
+    assert time.monotonic() - start < 20
+    message = capfd.readouterr().err
+    assert "rank 1 of 2 " in message
+    assert words in message
+    assert "ranks [0] are killed" in message
+
+
+def start_launcher(body: str, *, grace_s: float, num: int = 2) -> subprocess.Popen:
+    code = f"import sys; from jetrl_megatron.run.local_launch import launch; sys.exit(launch({python(body)!r}, {num}, {grace_s}))"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigterm_reaches_every_rank_and_a_clean_stop_is_zero():
+    body = """
+        signal.signal(signal.SIGTERM, lambda *a: (print("stopping", rank, file=sys.stdout, flush=True), sys.exit(0)))
+        print("ready", rank, file=sys.stdout, flush=True)
+        time.sleep(60)
+    """
+    process = start_launcher(body, grace_s=5.0)
+    assert process.stdout.readline() == "ready 0\n"
+    assert process.stderr.readline() == "ready 1\n"  # only rank 0 owns standard output
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "stopping 0\n", "stopping 1\n")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_workers_die_with_a_launcher_that_is_killed():
+    body = """
+        from jetrl_megatron.run.local_launch import die_with_launcher
+        die_with_launcher()
+        print(os.getpid(), file=sys.stdout, flush=True)
+        time.sleep(60)
+    """
+    process = start_launcher(body, grace_s=5.0)
+    pids = [int(process.stdout.readline()), int(process.stderr.readline())]
+    assert all(alive(pid) for pid in pids)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [alive(pid) for pid in pids] == [False, False]
+    process.stdout.close()
+    process.stderr.close()
+
+
+@pytest.mark.dist
+def test_workers_meet_at_the_launchers_store(tmp_path, monkeypatch):
+    body = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([rank + 1]); dist.all_reduce(total)
+        open(str(rank), "w").write(str(total.item())); dist.destroy_process_group()
+    """
+    monkeypatch.chdir(tmp_path)
+    assert launch(python(body), 2, grace_s=1.0) == 0
+    assert [(tmp_path / str(r)).read_text() for r in range(2)] == ["3", "3"]
+
+
+def test_who_gave_the_rank():
+    assert under_launcher({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not under_launcher({"RANK": "0"})
+    assert slurm_rank({}) == {}
+    assert slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == {}
+    task = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "node", "MASTER_PORT": "1"}
+    assert slurm_rank(task) == {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    with pytest.raises(ValueError, match=r"task 3 of srun, but MASTER_ADDR, MASTER_PORT is not set"):
+        slurm_rank({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"})
+
+
+def test_threads_share_the_cores():
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_process(1) == cores
+    assert threads_per_process(10 * cores) == 1
