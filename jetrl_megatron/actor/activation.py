@@ -1,0 +1,15 @@
+"""SwiGLU's gate: silu in high precision, one rounding to BF16, then the BF16 product with the up half (done by Megatron's MLP).
+
+Enters: gate half [..., F] BF16. Leaves: silu(gate) [..., F] BF16. Invariant: elementwise, so equal at any batch size. The product after
+the rounding is what the rollout engine computes too (numerics: the arithmetic around the GEMMs).
+"""
+
+import torch
+from torch import Tensor
+
+from jetrl_megatron.actor.device import accumulate_dtype
+
+
+def silu(gate: Tensor) -> Tensor:
+    """Return x * sigmoid(x), rounded once to the input's dtype; gate: [..., F]."""
+    return torch.nn.functional.silu(gate.to(accumulate_dtype(gate.device))).to(gate.dtype)

@@ -1,0 +1,146 @@
+"""Column- and row-parallel linears that run the unified precision flow; Megatron builds them from the layer spec.
+
+Enters: activations [T or T/TP, 1, K] BF16. Leaves: [T or T/TP, 1, N/TP or N] BF16. The GEMMs and their quantisation are `jetrl_megatron.fp8`'s;
+this file adds the communication of tensor and sequence parallelism around them, through Megatron's own autograd mappings.
+
+Each linear has two sides, `train` and `rollout`, with a precision each and, where it is FP8, a weight cache that holds the bytes quantised
+once a step. In the `jetrl` arm both sides are the same object. Which side runs is set on the whole model (`sides.py`), never guessed.
+
+Row-parallel layers come in two kinds. `k_complete` (default): the weight is sharded by output rows, the input is gathered along K, so no
+contraction is cut and every TP degree gives the same bits. `k_split`: the usual one, weight sharded along K, BF16 partial sums added.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.utils import divide, get_pg_size
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from jetrl_megatron.config import Backend, LinearPrecision, RowParallel
+from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, fp8_linear
+
+Side = Literal["train", "rollout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideFlow:
+    """What a linear runs on one side."""
+
+    precision: GemmPrecision
+    cache: WeightCache | None
+    """None where the side is BF16."""
+    backend: Backend
+
+
+class FlowLinear:
+    """Mixin: the local GEMM of a linear layer on the side that is active.
+
+    Attributes set after construction by `sides.attach`: `flow_name` (key in the weight cache), `flow_sides`, `flow_side`, `row_order`.
+    """
+
+    flow_name: str = ""
+    flow_sides: dict[str, SideFlow]
+    flow_side: Side = "train"
+    row_order: Tensor | None = None
+
+    def local_gemm(self, x: Tensor, weight: Parameter) -> Tensor:
+        """Multiply flattened tokens by the local weight: x [..., K], weight [N, K] -> [..., N], BF16.
+
+        Raises:
+            AssertionError: when no flow was attached: a linear never runs in a precision that nobody chose.
+        """
+        flow = getattr(self, "flow_sides", {}).get(self.flow_side)
+        assert flow is not None, f"{type(self).__name__} {self.flow_name!r} has no precision flow for side {self.flow_side!r}"
+        x_TK = x.reshape(-1, x.shape[-1])
+        if flow.precision.linear is LinearPrecision.bf16:
+            y_TN = bf16_linear(x_TK, weight)
+        else:
+            assert flow.cache is not None, self.flow_name
+            cached = flow.cache.get(self.flow_name)
+            y_TN = fp8_linear(x_TK, weight, cached, flow.precision, flow.backend, row_order=self.row_order)
+        return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
+
+
+class FlowColumnParallelLinear(FlowLinear, ColumnParallelLinear):
+    """Y_r = X W_r^T, W sharded by output rows; under sequence parallelism X is gathered along tokens first."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, Tensor | None]:
+        """Map input_ [T/TP, 1, K] (sequence parallel) or [T, 1, K] to [T, 1, N/TP]; returns (output, bias to add later or None)."""
+        assert weight is None and not runtime_gather_output, "the flow linears own their weight and never gather their output"
+        if self.sequence_parallel:
+            x = mappings.gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            x = mappings.copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        y = self.local_gemm(x, self.weight)
+        if self.bias is not None and not self.skip_bias_add:
+            y = y + self.bias
+        return y, (self.bias if self.skip_bias_add else None)
+
+
+class FlowRowParallelLinear(FlowLinear, Module):
+    """Y = sum_r X_r W_r^T (`k_split`) or Y[:, N_r] = X W_r^T (`k_complete`); leaves [T/TP, 1, N] or [T, 1, N].
+
+    Args:
+        input_size: K, over all TP ranks.
+        output_size: N, over all TP ranks.
+        config: the actor's transformer config.
+        bias: must be False: none of the families has one here.
+
+    Raises:
+        ValueError: when a bias is asked for.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        input_is_parallel: bool,
+        tp_group: Any = None,
+        **_: Any,
+    ) -> None:
+        """Allocate this rank's weight: [N/TP, K] in `k_complete`, [N, K/TP] in `k_split`."""
+        super().__init__()
+        if bias:
+            raise ValueError("a bias on o_proj or down_proj is not supported: no family of this project has one")
+        assert input_is_parallel and tp_group is not None
+        self.config, self.tp_group = config, tp_group
+        self.row_parallel: RowParallel = config.flow_row_parallel
+        self.sequence_parallel = config.sequence_parallel
+        size = get_pg_size(tp_group)
+        complete = self.row_parallel is RowParallel.k_complete
+        shape = (divide(output_size, size), input_size) if complete else (output_size, divide(input_size, size))
+        self.weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=config.flow_device))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0 if complete else 1, stride=1)
+        self.weight.allreduce = True  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            with torch.no_grad():
+                init_method(self.weight)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """Map input_ [T, 1, K/TP] to [T/TP, 1, N] under sequence parallelism, else [T, 1, N]; the second value is the absent bias."""
+        if self.row_parallel is RowParallel.k_complete:
+            return self._complete(input_), None
+        y = self.local_gemm(input_, self.weight)
+        if self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group), None
+        return mappings.reduce_from_tensor_model_parallel_region(y, group=self.tp_group), None
+
+    def _complete(self, input_: Tensor) -> Tensor:
+        """Gather along K, multiply by the local output rows, then trade columns for tokens (or gather the columns)."""
+        x = mappings.all_gather_last_dim_from_tensor_parallel_region(input_, group=self.tp_group)
+        y = self.local_gemm(x, self.weight)
+        if self.sequence_parallel:
+            return mappings.all_to_all_hp2sp(y, group=self.tp_group).unsqueeze(1)
+        return mappings.gather_from_tensor_model_parallel_region(y, group=self.tp_group)
+
+    def backward_dw(self) -> None:
+        """Do nothing: the weight gradient is never delayed."""

@@ -1,0 +1,150 @@
+"""Log-probability and entropy of given tokens under the vocab-parallel lm_head, in FP32, without holding [T, V].
+
+    logp_t = z_t[label] - log sum_v exp(z_tv),   z = (h W^T) / temperature
+
+Enters: hidden states [n, H] BF16 behind the final norm, this rank's rows of lm_head [V_r, H] BF16, labels [n]. Leaves: logp and entropy [n]
+FP32, equal on all TP ranks. Rows of the padded vocabulary are -inf: they have no probability and no gradient (fault A3). The same
+function serves the loss, the reference policy and the local rollout engine, so their numbers are equal bit for bit.
+
+The lm_head GEMM is BF16 with FP32 logits on both sides; sums over the vocabulary run in the accumulation type. Rows are processed in chunks
+and the backward makes the logits again.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jetrl_megatron.actor.device import accumulate_dtype
+from jetrl_megatron.fp8.gemm_reference import matmul_bf16_reference
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits of one chunk: 64 MiB in FP32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabShard:
+    """Which rows of lm_head this rank holds."""
+
+    start: int
+    """First vocabulary id of this rank."""
+    valid: int
+    """Rows of this rank that are real tokens; what follows is padding."""
+    group: Any
+    """The tensor-parallel group, or None for one rank."""
+
+    def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Combine over TP ranks in place."""
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+
+def vocab_shard(vocab_size: int, rows: int, rank: int, group: Any) -> VocabShard:
+    """Return the shard of TP rank `rank` when every rank holds `rows` rows of a vocabulary of `vocab_size` real tokens."""
+    start = rank * rows
+    return VocabShard(start=start, valid=min(max(vocab_size - start, 0), rows), group=group)
+
+
+def head_logits(hidden_nH: Tensor, weight_VH: Tensor, shard: VocabShard, temperature: float) -> Tensor:
+    """Return this rank's logits [n, V_r] FP32, divided by the temperature, padding rows at -inf."""
+    logits = matmul_bf16_reference(hidden_nH, weight_VH, out_dtype=torch.float32)
+    if temperature != 1.0:
+        logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
+    logits[:, shard.valid :] = -math.inf
+    return logits
+
+
+def _row_chunks(num_rows: int, width: int) -> list[slice]:
+    step = max(1, CHUNK_ELEMENTS // max(1, width))
+    return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
+
+
+def _pick(logits: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
+    """Return each row's logit at its label where this rank holds it, else 0; [n], dtype of logits."""
+    local = labels - shard.start
+    mine = (local >= 0) & (local < shard.valid)
+    picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    return torch.where(mine, picked, torch.zeros_like(picked))
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Saves the hidden states and the log normaliser; makes logits again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        wide = accumulate_dtype(hidden.device)
+        logp, entropy, norm = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(3))
+        for rows in _row_chunks(hidden.shape[0], weight.shape[0]):
+            logits = head_logits(hidden[rows], weight, shard, temperature)
+            top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
+            shifted = logits.to(wide) - top.to(wide)[:, None]
+            weights = torch.exp(shifted)
+            shifted.masked_fill_(shifted == -math.inf, 0.0)
+            sums = torch.stack((weights.sum(-1), (weights * shifted).sum(-1), _pick(logits.to(wide), labels[rows], shard)))
+            total, dot, picked = shard.reduce(sums).unbind()
+            norm[rows] = top.to(wide) + torch.log(total)
+            logp[rows] = picked - norm[rows]
+            entropy[rows] = torch.log(total) - dot / total
+        ctx.save_for_backward(hidden, weight, labels, norm)
+        ctx.shard, ctx.temperature = shard, temperature
+        out = logp.float(), entropy.float()
+        ctx.mark_non_differentiable(out[1])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden, weight, labels, norm = ctx.saved_tensors
+        wide = accumulate_dtype(hidden.device)
+        wide_weight = weight.to(wide)
+        dhidden = torch.empty_like(hidden)
+        dweight = weight.new_zeros(weight.shape, dtype=torch.float32)
+        for rows in _row_chunks(hidden.shape[0], weight.shape[0]):
+            logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).to(wide)
+            dlogits = torch.exp(logits - norm[rows, None]).neg_()
+            local = labels[rows] - ctx.shard.start
+            mine = (local >= 0) & (local < ctx.shard.valid)
+            dlogits[mine.nonzero().squeeze(1), local[mine]] += 1.0
+            dlogits *= grads[0][rows].to(wide)[:, None] / ctx.temperature
+            dhidden[rows] = (dlogits @ wide_weight).to(hidden.dtype)
+            dweight += (dlogits.t() @ hidden[rows].to(wide)).float()
+        return dhidden, _deliver(weight, dweight) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _deliver(weight: Tensor, dweight: Tensor) -> Tensor:
+    """Add an FP32 gradient [V_r, H] to main_grad by Megatron's fusion convention, or return it in the weight's dtype."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return dweight.to(weight.dtype)
+    main_grad.add_(dweight)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    # A weight shared with the embedding gets that gradient through autograd; zeros here leave it as it is.
+    return torch.zeros_like(weight)
+
+
+def token_logprobs(
+    hidden_nH: Tensor, weight_VH: Tensor, labels_n: Tensor, shard: VocabShard, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return (log-probabilities, entropies) of the labels, each [n] float32, nats; gradients flow through the first.
+
+    Args:
+        hidden_nH: [n, H] BF16, equal on all TP ranks (inside an autograd region that sums its gradient over them).
+        weight_VH: [V_r, H] BF16, this rank's rows.
+        labels_n: [n] int64 vocabulary ids.
+        shard: where this rank's rows lie.
+        temperature: the sampling temperature, above 0.
+
+    Raises:
+        AssertionError: when the temperature is not above 0.
+    """
+    assert temperature > 0.0, temperature
+    if hidden_nH.shape[0] == 0:
+        zero = hidden_nH.float().sum(-1)
+        return zero, zero.detach()
+    logp, entropy = _TokenLogprobs.apply(hidden_nH, weight_VH, labels_n, shard, temperature)
+    return logp, entropy

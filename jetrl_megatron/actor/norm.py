@@ -1,0 +1,39 @@
+"""RMSNorm of the residual stream and of q and k: high precision inside, two BF16 roundings, as the rollout engine has them.
+
+    y = bf16(x / sqrt(mean(x^2) + eps)) * w
+
+Enters: x [..., H] BF16. Leaves: y [..., H] BF16. Invariant: a row's result depends on that row alone. Source of the rounding order:
+the reference RMSNorm of the three model families (normalise, round, then multiply by the weight).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from jetrl_megatron.actor.device import accumulate_dtype
+
+
+class RMSNorm(Module):
+    """RMSNorm that Megatron-core builds from a layer spec; works under sequence parallelism.
+
+    Args:
+        config: Megatron's TransformerConfig; gives `params_dtype` and `sequence_parallel`.
+        hidden_size: H, the width that is normalised.
+        eps: added to the mean square, unitless.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        """Allocate the weight [H] in the parameter dtype, ones."""
+        super().__init__()
+        self.eps = eps
+        self.weight = Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=config.flow_device))
+        # Megatron adds up this gradient over TP ranks when each of them saw only its own tokens (or, for q and k, its own heads).
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis: [..., H] -> [..., H], same dtype."""
+        wide = x.to(accumulate_dtype(x.device))
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.to(x.dtype) * self.weight

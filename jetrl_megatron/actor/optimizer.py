@@ -1,0 +1,141 @@
+"""Optimizer: Megatron's DistributedDataParallel, its distributed AdamW with FP32 masters, and the learning-rate curve.
+
+Enters: model chunks with weights loaded, OptimConfig. Leaves: wrapped chunks and an `ActorOptimizer`. FP32 masters start from the BF16
+parameters exactly (fault G4) and are sharded over data-parallel ranks; gradients are reduced in FP32. Left out: the loss's
+denominator, which is already in the batch's weights, so nothing is divided by ranks or micro-batches here.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from jetrl_megatron.config import OptimConfig
+
+
+def wrap_chunks(config: TransformerConfig, chunks: list[Any]) -> list[DistributedDataParallel]:
+    """Wrap each chunk for FP32 gradient reduction over data-parallel ranks; parameters move into flat buffers."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True, check_for_nan_in_grad=False
+    )
+    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+
+
+class ActorOptimizer:
+    """One AdamW step at a time on the chunks' accumulated `main_grad`.
+
+    Args:
+        config: the recipe's part.
+        chunks: from `wrap_chunks`.
+        total_steps: steps of the whole run; where the decay ends when `decay_steps` is 0.
+    """
+
+    def __init__(self, config: OptimConfig, chunks: list[DistributedDataParallel], total_steps: int) -> None:
+        """Build masters and moments from the parameters as they are now."""
+        self._inner = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=True,
+            ),
+            chunks,
+            use_gloo_process_groups=False,
+        )
+        self._schedule = OptimizerParamScheduler(
+            self._inner,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.lr if config.decay.value == "constant" else config.min_lr,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=max(config.decay_steps or total_steps, config.warmup_steps + 1),
+            lr_decay_style=config.decay.value,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+        )
+        if config.warmup_steps:
+            # Megatron's curve is 0 at step 0; the first update is worth 1/warmup of the peak instead.
+            self._schedule.step(1)
+
+    def step(self) -> tuple[bool, float]:
+        """Clip, update masters, write BF16 parameters; returns (whether an update happened, global gradient norm before clipping)."""
+        ok, norm, _ = self._inner.step()
+        self._schedule.step(1)
+        return bool(ok), float(norm if norm is not None else 0.0)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._inner.param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's masters, moments and the curve's position; tensors are this rank's own shard, not gathered."""
+        return {
+            "shards": [_shard_state(part) for part in self._parts()],
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` of the same layout returned; the masters are the saved ones, not rebuilt from BF16.
+
+        Raises:
+            ValueError: when the saved shards are of another layout.
+        """
+        parts = self._parts()
+        if len(parts) != len(state["shards"]):
+            raise ValueError(f"checkpoint holds {len(state['shards'])} optimizer parts, this layout has {len(parts)}: resume with the same layout")
+        for part, saved in zip(parts, state["shards"], strict=True):
+            _load_shard_state(part, saved)
+        self._schedule.load_state_dict(state["schedule"])
+
+    def _parts(self) -> list[Any]:
+        return list(getattr(self._inner, "chained_optimizers", [self._inner]))
+
+
+def _shard_state(part: Any) -> dict[str, Any]:
+    """Masters and Adam moments of one distributed optimizer, in parameter-group order."""
+    adam = part.optimizer
+    groups = []
+    for group in adam.param_groups:
+        entries = []
+        for master in group["params"]:
+            moments = adam.state.get(master, {})
+            entries.append({"master": master.detach().clone(), **{k: _clone(v) for k, v in moments.items()}})
+        groups.append({"params": entries, "step": group.get("step")})
+    return {"groups": groups}
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _load_shard_state(part: Any, saved: dict[str, Any]) -> None:
+    """Copy masters in place and put the moments back under the same master tensors."""
+    adam = part.optimizer
+    if [len(g["params"]) for g in adam.param_groups] != [len(g["params"]) for g in saved["groups"]]:
+        raise ValueError("checkpoint holds other optimizer parameter groups than this layout builds: resume with the same layout")
+    for group, old in zip(adam.param_groups, saved["groups"], strict=True):
+        if old["step"] is not None:
+            group["step"] = old["step"]
+        for master, entry in zip(group["params"], old["params"], strict=True):
+            if master.shape != entry["master"].shape:
+                raise ValueError(
+                    f"optimizer shard is {tuple(entry['master'].shape)} in the checkpoint, {tuple(master.shape)} here: resume with the same layout"
+                )
+            with torch.no_grad():
+                master.copy_(entry["master"])
+            moments = {k: _clone(v) for k, v in entry.items() if k != "master"}
+            if moments:
+                adam.state[master] = moments

@@ -1,0 +1,79 @@
+"""What attention must know of a packed micro-batch or of a decoding step: where each sequence lies and which positions its tokens have.
+
+Enters: a TrainBatch, or the local engine's prompts and next tokens. Leaves: a `PackedContext` that travels through Megatron's layers in the
+argument `packed_seq_params`, so that no Megatron class needs to change. All lengths are host integers: no device synchronisation.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+class KVCache:
+    """Keys (already rotated) and values of every layer of one pipeline rank, one slot a sequence.
+
+    Args:
+        num_slots: sequences held at once.
+        max_length: positions a slot.
+        dtype: storage type; the local engine on a CPU keeps the wide accumulation type to avoid converting at every step.
+    """
+
+    def __init__(self, num_slots: int, max_length: int, dtype: torch.dtype) -> None:
+        """Remember the sizes; each layer's tensors are made at its first write."""
+        self.num_slots, self.max_length, self.dtype = num_slots, max_length, dtype
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two tensors [slots, max_length, kv_heads, head_dim] of one layer; key, value: [T, kv_heads, head_dim] give the widths."""
+        if layer_number not in self._layers:
+            shape = (self.num_slots, self.max_length)
+            self._layers[layer_number] = (
+                key.new_zeros((*shape, *key.shape[1:]), dtype=self.dtype),
+                value.new_zeros((*shape, *value.shape[1:]), dtype=self.dtype),
+            )
+        return self._layers[layer_number]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+
+
+@dataclass
+class PackedContext(PackedSeqParams):
+    """Megatron's packed-sequence parameters with positions, host-side segments and, while decoding, the cache."""
+
+    qkv_format: str = "thd"
+    positions_T: Tensor | None = None
+    """[T] int64; padding tokens have position 0."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """Start and end of each real sequence in the packed axis; what lies outside is padding and attends to nothing."""
+    num_positions: int = 0
+    """Host-side bound, larger than every position."""
+    cache: KVCache | None = None
+    slots_S: Tensor | None = None
+    """[S] int64, cache slot of each segment."""
+    decode: bool = False
+    """True: every segment is one new token that attends to its whole slot; False: segments start at position 0."""
+    lengths_S: Tensor | None = field(default=None)
+    """[S] int64, tokens in each slot after this step (decode only)."""
+
+
+def packed_context(lengths: list[int], total: int, device: torch.device) -> tuple[PackedContext, Tensor]:
+    """Lay sequences of `lengths` end to end in `total` positions; returns the context and positions_T [total] int64.
+
+    Raises:
+        AssertionError: when the lengths do not fit into `total`.
+    """
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    assert starts[-1] <= total, (starts[-1], total)
+    positions = torch.zeros(total, dtype=torch.int64)
+    for start, length in zip(starts, lengths, strict=False):
+        positions[start : start + length] = torch.arange(length)
+    positions = positions.to(device)
+    segments = tuple((s, s + n) for s, n in zip(starts, lengths, strict=False))
+    return PackedContext(positions_T=positions, segments=segments, num_positions=max([1, *lengths])), positions
