@@ -11,10 +11,16 @@ In the order the data flows:
 - `names`         one table a family: Hugging Face names and shapes, Megatron names, how each is cut
 - `shards`        what each rank stores, as pieces of canonical tensors: Hugging Face, Megatron ranks, vLLM ranks
 - `plan`          the pure planner: two descriptions in, copy operations out, every destination element written once
-- `files`         safetensors files read and written a tensor at a time
-- `hf_directory`  a Hugging Face directory: index, carried files, quantization_config, atomic replacement, manifest
-- `execute`       runs a plan against files with bounded memory
+- `files`         safetensors as bytes: rectangles read, tensors written at their offset
+- `scales`        block scales in FP32, BF16 or e8m0 read as FP32
+- `quantization_config`  which linears are FP8, in config.json and in the tensors
+- `checkpoint`    a directory opened and checked: Hugging Face or Megatron rank shards
+- `output`        a directory written beside its place, resumable, then renamed into it; carried files, manifest
+- `cast`          the two explicit changes of precision, FP8 -> BF16 and BF16 -> FP8
+- `execute`       runs a plan with bounded memory
+- `convert`       one checkpoint to another, and the comparison of two
 - `actor_io`      what the actor calls: its own shard of a Hugging Face directory in, its own shard out, merge
+- `cli`           `python -m conversion to-megatron | to-hf | reshard | verify | bench`
 
-Only `actor_io` and the explicit FP8/BF16 casts need torch.
+Only `actor_io` and `cast` need torch.
 """

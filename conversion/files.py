@@ -1,0 +1,197 @@
+"""safetensors files as bytes: rectangles read without loading a file, tensors written at their final offset in any order.
+
+Enters: paths, names, row and column ranges. Leaves: raw bytes as NumPy arrays; no dtype is interpreted, so nothing can be rounded.
+Format: 8 bytes little-endian header length, a JSON header of dtype, shape and offsets, then the data without holes. Checked on opening:
+the header is whole, no name stands twice, offsets are contiguous and agree with dtype and shape, and the file ends where the data does.
+Left out: which files make up a checkpoint (`checkpoint`), and what a dtype means (`scales`).
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+_MAX_HEADER_BYTES = 100_000_000
+_CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file: its dtype as safetensors names it, shape, and the absolute offset of its first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row (all axes but the first)."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * ITEM_BYTES[self.dtype]
+
+
+class SafetensorsFile:
+    """A file opened for reading; safe to read from several threads at once."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open and check the header of `path`. Raises ValueError where the file is truncated or inconsistent."""
+        self._fd = -1
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ValueError(f"{self.path} does not exist; the checkpoint is incomplete, copy the file again")
+        self._fd = os.open(self.path, os.O_RDONLY)
+        self.entries, self.metadata = self._read_header()
+
+    def close(self) -> None:
+        """Close the file; reading afterwards is an error."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        """Close the file of a reader that was dropped, as after a failed check."""
+        self.close()
+
+    def _read_header(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+        size = os.fstat(self._fd).st_size
+        length = int.from_bytes(os.pread(self._fd, 8, 0), "little") if size >= 8 else -1
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(
+                f"{self.path}: {size} bytes are not a safetensors file (header length {length}); the file is truncated or damaged"
+            )
+        try:
+            header = json.loads(os.pread(self._fd, length, 8), object_pairs_hook=self._unique)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.path}: the header is not JSON ({error}); the file is damaged") from error
+        metadata = header.pop("__metadata__", {})
+        entries: dict[str, TensorEntry] = {}
+        end = 0
+        for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if info["dtype"] not in ITEM_BYTES:
+                raise ValueError(f"{self.path}: {name} has dtype {info['dtype']}; known are {', '.join(ITEM_BYTES)}")
+            entry = TensorEntry(info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][0])
+            if info["data_offsets"] != [end, end + entry.num_bytes]:
+                raise ValueError(
+                    f"{self.path}: {name} lies at {info['data_offsets']}, expected [{end}, {end + entry.num_bytes}]; damaged header"
+                )
+            entries[name] = entry
+            end += entry.num_bytes
+        if size != 8 + length + end:
+            raise ValueError(f"{self.path}: {size} bytes, but its header describes {8 + length + end}; the file is truncated or damaged")
+        return entries, metadata
+
+    def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) != len(names) else []
+        if twice:
+            raise ValueError(f"{self.path}: {', '.join(twice)} stands twice in the header; the file is damaged")
+        return dict(pairs)
+
+    def read(self, name: str, rows: tuple[int, int], cols: tuple[int, int], out: np.ndarray) -> None:
+        """Read a rectangle of a tensor into `out`.
+
+        rows, cols: half-open; a vector has one column. out: [rows, columns * item bytes] uint8, rows contiguous, any row stride.
+        Raises ValueError where the file ends early (it was changed after opening).
+        """
+        entry = self.entries[name]
+        item = ITEM_BYTES[entry.dtype]
+        start, width = cols[0] * item, (cols[1] - cols[0]) * item
+        row_bytes = entry.row_bytes
+        assert out.shape == (rows[1] - rows[0], width), (name, out.shape, rows, cols)
+        if out.size == 0:
+            return
+        if width == row_bytes and out.flags.c_contiguous:
+            self._fill(out.reshape(-1), entry.offset + rows[0] * row_bytes)
+            return
+        step = max(1, _CHUNK_BYTES // row_bytes)
+        scratch = np.empty((min(step, rows[1] - rows[0]), row_bytes), np.uint8)
+        for first in range(rows[0], rows[1], step):
+            count = min(step, rows[1] - first)
+            self._fill(scratch[:count].reshape(-1), entry.offset + first * row_bytes)
+            out[first - rows[0] : first - rows[0] + count] = scratch[:count, start : start + width]
+
+    def read_all(self, name: str) -> np.ndarray:
+        """Return a whole tensor as [rows, row bytes] uint8 (a vector: [elements, item bytes])."""
+        entry = self.entries[name]
+        cols = int(np.prod(entry.shape[1:], dtype=np.int64))
+        out = np.empty((entry.shape[0], entry.row_bytes), np.uint8)
+        self.read(name, (0, entry.shape[0]), (0, cols), out)
+        return out
+
+    def _fill(self, flat: np.ndarray, offset: int) -> None:
+        view = memoryview(flat)
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done:]], offset + done)
+            if got == 0:
+                raise ValueError(f"{self.path}: ends at byte {offset + done}; the file was truncated while it was read")
+            done += got
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, safetensors dtype and shape of a tensor that is going to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ShardWriter:
+    """One safetensors file, its header written first; tensors follow in any order, from any thread."""
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, str]) -> None:
+        """Create `path` at its final size. Wider dtypes lie first, so that each tensor is aligned to its own item size.
+
+        Raises OSError where the file cannot be created or the disk is full.
+        """
+        ordered = sorted(specs, key=lambda s: -ITEM_BYTES[s.dtype])
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        sizes: dict[str, tuple[int, int]] = {}
+        for spec in ordered:
+            assert spec.name not in sizes, f"{spec.name} twice in {path}"
+            size = int(np.prod(spec.shape, dtype=np.int64)) * ITEM_BYTES[spec.dtype]
+            header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + size]}
+            sizes[spec.name] = (end, size)
+            end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        base = 8 + len(text)
+        self.path = path
+        self.data_bytes = end
+        self._places = {name: (base + start, size) for name, (start, size) in sizes.items()}
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write_at(memoryview(len(text).to_bytes(8, "little") + text), 0)
+        os.ftruncate(self._fd, base + end)
+
+    def write(self, name: str, data: np.ndarray) -> None:
+        """Write one tensor; data: its bytes as a contiguous uint8 array of any shape. Raises OSError where the disk is full."""
+        offset, size = self._places[name]
+        assert data.nbytes == size and data.dtype == np.uint8, (name, data.nbytes, size, data.dtype)
+        self._write_at(memoryview(data.reshape(-1)), offset)
+
+    def _write_at(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], offset + done)
+
+    def close(self, sync: bool = True) -> None:
+        """Close the file; `sync` waits until its bytes are on the disk."""
+        if self._fd < 0:
+            return
+        try:
+            if sync:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,179 @@
+"""A directory written beside its place and renamed into it once it is whole.
+
+Enters: the final path, and a fingerprint of everything that decides its contents. Leaves: the directory with its carried files, index,
+and manifest (dtype, block, scale format, sha256 of each tensor). Work happens in `.NAME.partial`; a journal there lists the shard files
+that are complete on disk, so that a run with the same fingerprint goes on after a crash and any other run starts anew. A lock keeps two
+runs apart. The final path never holds half a checkpoint.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from conversion.checkpoint import INDEX, MANIFEST
+
+_JOURNAL = "journal.jsonl"
+_WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".msgpack",
+    ".h5",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".tflite",
+    ".npz",
+    ".index.json",
+)
+
+
+class OutputDirectory:
+    """The directory that is being written; `publish` makes it the final one."""
+
+    def __init__(self, final: Path, fingerprint: Mapping[str, Any], overwrite: bool = False) -> None:
+        """Open or resume the partial directory of `final`.
+
+        fingerprint: JSON-able description of source and target. overwrite: replace a checkpoint that stands at `final`.
+        Raises ValueError where `final` is not empty, is no checkpoint, or another process is writing it.
+        """
+        self.final = final.absolute()
+        self.path = self.final.parent / f".{self.final.name}.partial"
+        self._old = self.final.parent / f".{self.final.name}.old"
+        self._recover()
+        _check_replaceable(self.final, overwrite)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ValueError(f"{self.path} is being written by another process; wait for it, or choose another target") from error
+        self._journal_lock = Lock()
+        text = json.dumps(fingerprint, sort_keys=True)
+        self._digest = hashlib.sha256(text.encode()).hexdigest()
+        self.done: dict[str, dict[str, Any]] = self._resume()
+
+    def _recover(self) -> None:
+        """Finish or undo a replacement that was cut between its two renames."""
+        if self._old.exists():
+            if self.final.exists():
+                shutil.rmtree(self._old)
+            else:
+                self._old.rename(self.final)
+
+    def _resume(self) -> dict[str, dict[str, Any]]:
+        """Return the complete shard files of an earlier run with this fingerprint; empty the directory where there are none."""
+        journal = self.path / _JOURNAL
+        lines = journal.read_text(encoding="utf-8").splitlines() if journal.is_file() else []
+        done: dict[str, dict[str, Any]] = {}
+        if lines and lines[0] == self._digest:
+            for line in lines[1:]:
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:
+                    break  # the line that was being written at the crash
+                file = self.path / entry["file"]
+                if file.is_file() and file.stat().st_size == entry["file_bytes"]:
+                    done[entry["file"]] = entry
+        for child in self.path.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+            elif child.name not in done:
+                child.unlink()
+        self._write_journal(done)
+        return done
+
+    def _write_journal(self, done: dict[str, dict[str, Any]]) -> None:
+        with (self.path / _JOURNAL).open("w", encoding="utf-8") as file:
+            file.write("\n".join([self._digest, *(json.dumps(entry) for entry in done.values())]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def record(self, name: str, tensors: dict[str, dict[str, Any]]) -> None:
+        """Note that shard file `name` is complete and on disk, with a description of each tensor."""
+        entry = {"file": name, "file_bytes": (self.path / name).stat().st_size, "tensors": tensors}
+        with self._journal_lock, (self.path / _JOURNAL).open("a", encoding="utf-8") as file:
+            self.done[name] = entry
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small text file and sync it."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def carry(self, source: Path, into: str = "", config: dict[str, Any] | None = None) -> None:
+        """Copy every non-weight file of `source`, byte for byte, into the subdirectory `into`.
+
+        config: written as config.json instead of the source's own, where its contents must change.
+        """
+        for path in carried_files(source):
+            relative = str(Path(into) / path.relative_to(source))
+            if config is not None and path.name == "config.json" and path.parent == source:
+                continue
+            target = self.path / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            _sync(target)
+        if config is not None:
+            self.write_text(str(Path(into) / "config.json"), json.dumps(config, indent=2) + "\n")
+
+    def publish(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest, sync, and rename the directory to its final place, replacing what stood there."""
+        files = {name: self.done[name]["tensors"] for name in sorted(self.done)}
+        self.write_text(MANIFEST, json.dumps({**manifest, "files": files}, indent=1, sort_keys=True) + "\n")
+        (self.path / _JOURNAL).unlink()
+        _sync(self.path)
+        if self.final.exists():
+            self.final.rename(self._old)
+        self.path.rename(self.final)
+        _sync(self.final.parent)
+        if self._old.exists():
+            shutil.rmtree(self._old)
+
+    def close(self) -> None:
+        """Release the lock; what is not published stays for the next run to resume."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def carried_files(source: Path) -> list[Path]:
+    """Return the files that travel with a checkpoint: all but weights, their index, our manifest and hidden files."""
+
+    def travels(path: Path) -> bool:
+        hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
+        return path.is_file() and not hidden and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name not in (INDEX, MANIFEST)
+
+    return sorted(p for p in source.rglob("*") if travels(p))
+
+
+def _check_replaceable(final: Path, overwrite: bool) -> None:
+    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{final} is not empty; choose another target, or pass overwrite (--overwrite) to replace it")
+    if not final.is_dir() or not any((final / name).is_file() for name in (MANIFEST, "config.json")):
+        raise ValueError(f"{final} does not look like a checkpoint, so it is not replaced; remove it yourself or choose another target")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
