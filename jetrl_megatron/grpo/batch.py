@@ -12,6 +12,7 @@ A token counts when its loss mask is 1. Without any counted token every weight i
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -75,7 +76,7 @@ def build_train_batch(samples: Sequence[Sample], indices: Sequence[int], length:
         tokens_T=torch.tensor(tokens, dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
         cu_seqlens_S=torch.tensor(cu_seqlens, dtype=torch.int32),
-        max_seqlen=max(b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)),
+        max_seqlen=max(b - a for a, b in pairwise(cu_seqlens)),
         labels_T=torch.tensor(labels, dtype=torch.int64),
         loss_mask_T=torch.tensor(mask, dtype=torch.float32),
         loss_weight_T=torch.tensor(weight, dtype=torch.float32),

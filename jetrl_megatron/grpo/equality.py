@@ -11,6 +11,7 @@ significant digits where irrational.
 import re
 from enum import Enum
 from fractions import Fraction
+from typing import Any
 
 from jetrl_megatron.grpo.answers import Number, Parts, is_prose, normalise, plain_number, split_parts, strip_unit, text_answer
 
@@ -146,7 +147,7 @@ def _parses(text: str) -> bool:
     return bool(plain_number(text)) or text_answer(text) is not None or _parse(text) is not None
 
 
-def _parse(text: str):  # noqa: ANN202 - a sympy object, or None; sympy is not imported at module level
+def _parse(text: str) -> Any:
     """Parse one answer inside a box to a sympy expression; None when it is no mathematics."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
@@ -175,7 +176,7 @@ def _braced_powers(text: str) -> str:
     return text
 
 
-def _numbers_equal(gold, answer, gold_plain: Number | None, plain: Number | None) -> bool:  # noqa: ANN001 - sympy numbers
+def _numbers_equal(gold: Any, answer: Any, gold_plain: Number | None, plain: Number | None) -> bool:
     import sympy
 
     gold = sympy.Rational(gold_plain.value.numerator, gold_plain.value.denominator) if gold_plain else gold.doit()
@@ -196,7 +197,7 @@ def _numbers_equal(gold, answer, gold_plain: Number | None, plain: Number | None
     return bool(abs(left - right) <= sympy.Float(10, _DIGITS) ** -digits * max(abs(left), abs(right)))
 
 
-def _tiny_constants(expr) -> frozenset:  # noqa: ANN001 - a sympy object
+def _tiny_constants(expr: Any) -> frozenset[Any]:
     """The constants too small for math-verify's rounding; equal expressions must hold the same ones."""
     import sympy
 

@@ -10,12 +10,17 @@ Enters: the text of one completion. Leaves: an answer string for `answers.py`, o
 4. Else what follows the last "answer is", "answer:" or "answer =" on its line: delimited math, a number, or a short expression.
 5. Else the last delimited math (`$..$`, `\(..\)`, `\[..\]`) or the last number of the text, whichever comes last.
 
-For multiple choice (gold is one capital letter) steps 4 and 5 look for a letter instead.
+For multiple choice (gold is one capital letter) steps 4 and 5 look for a letter instead; where the gold is words ("Monday"), for the
+words behind "answer is", else a last line of at most five words.
 Nothing here parses mathematics; every pattern is linear in the length of the text.
 """
 
 import re
+from collections.abc import Callable
+from typing import Literal
 
+Expected = Literal["math", "choice", "words"]
+"""What the gold answer is: mathematics, one capital letter, or words."""
 MAX_ANSWER_CHARS = 1000
 """A longer "answer" is prose or a runaway; it counts as no answer."""
 
@@ -62,16 +67,17 @@ def boxed(text: str) -> str | None:
     return ", ".join(parts)
 
 
-def extract_answer(text: str, choice: bool = False) -> str | None:
+def extract_answer(text: str, expected: Expected = "math") -> str | None:
     """Return the answer that a text states (the rule of this module), or None.
 
-    text: a completion behind its reasoning. choice: the gold answer is one capital letter.
+    text: a completion behind its reasoning. expected: what the gold answer is.
     """
     answer = boxed(text)
     if answer is None and "####" in text:
         answer = text[text.rindex("####") + 4 :].strip().split("\n")[0]
     if answer is None:
-        answer = _choice(text) if choice else _from_phrase(text) or _last_value(text)
+        search: dict[Expected, Callable[[str], str | None]] = {"math": _math_answer, "choice": _choice, "words": _words}
+        answer = search[expected](text)
     if answer is None or not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return None
     return answer.strip()
@@ -86,6 +92,18 @@ def _closing_brace(text: str, start: int) -> int:
             if depth == 0:
                 return index
     return -1
+
+
+def _math_answer(text: str) -> str | None:
+    return _from_phrase(text) or _last_value(text)
+
+
+def _words(text: str) -> str | None:
+    phrases = list(_PHRASE.finditer(text))
+    if phrases:
+        return re.split(r"[.!?](?:\s|$)", text[phrases[-1].end() :].strip().split("\n")[0].replace("*", ""))[0].strip()
+    lines = [line.strip(" *.$") for line in text.split("\n") if line.strip()]
+    return lines[-1] if lines and len(lines[-1].split()) <= 5 else None
 
 
 def _choice(text: str) -> str | None:
@@ -116,7 +134,7 @@ def _from_phrase(text: str) -> str | None:
     return clause if clause and len(clause) <= 100 and _is_math(clause) and re.search(r"[\d\\=^]", clause) else None
 
 
-def _joined(tail: str, end: int, first: str, pattern: re.Pattern[str], content) -> str:
+def _joined(tail: str, end: int, first: str, pattern: re.Pattern[str], content: Callable[[re.Match[str]], str]) -> str:
     parts = [first]
     while (gap := re.compile(r"\s*(?:,\s*and|,\s*or|,|and|or)\s+").match(tail, end)) and (found := pattern.match(tail, gap.end())):
         parts.append(content(found))

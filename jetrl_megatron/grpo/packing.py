@@ -8,6 +8,7 @@ Method: the fewest micro-batches that the longest-first greedy (each sequence in
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def split_minibatches(num_samples: int, minibatches: int) -> list[list[int]]:
     if num_samples < minibatches:
         raise ValueError(f"grpo.minibatches is {minibatches} but the step has {num_samples} samples; lower it")
     bounds = [num_samples * k // minibatches for k in range(minibatches + 1)]
-    return [list(range(start, end)) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [list(range(start, end)) for start, end in pairwise(bounds)]
 
 
 def _fill(lengths: Sequence[int], num_bins: int, limit: int) -> list[list[int]] | None:

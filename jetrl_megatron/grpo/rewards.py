@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Self
 
 from jetrl_megatron.config import RewardConfig
-from jetrl_megatron.grpo.answers import text_answer
+from jetrl_megatron.grpo.answers import normalise, text_answer
 from jetrl_megatron.grpo.equality import Verdict, compare_plain, gold_is_plain
-from jetrl_megatron.grpo.extraction import after_reasoning, extract_answer
+from jetrl_megatron.grpo.extraction import Expected, after_reasoning, extract_answer
 from jetrl_megatron.grpo.worker_pool import Outcome, WorkerPool
 
 _LOG = logging.getLogger(__name__)
@@ -117,8 +117,7 @@ class RewardPool:
             return Outcome(status="open_think", value=0.0)
         if self.cfg.function != "math":
             return {"kind": "score", "text": text, "answer": answer}
-        letter = text_answer(answer.strip())
-        stated = extract_answer(visible, choice=letter is not None and len(letter) == 1)
+        stated = extract_answer(visible, _expected(answer))
         if stated is None:
             return Outcome(status=Verdict.answer_unparseable.value, value=0.0)
         verdict = compare_plain(answer, stated)
@@ -142,6 +141,13 @@ class RewardPool:
             )
             if len(failures) == len(outcomes) and self.cfg.function != "math":
                 raise RuntimeError(f"reward.function {self.cfg.function} failed on all {len(failures)} samples; first:\n{failures[0]}")
+
+
+def _expected(gold: str) -> Expected:
+    words = text_answer(normalise(gold))
+    if words is None:
+        return "math"
+    return "choice" if len(words) == 1 else "words"
 
 
 def gold_parses(answers: Sequence[str], cfg: RewardConfig | None = None) -> list[bool]:

@@ -1,0 +1,124 @@
+"""The grammar of `data.train` and `data.eval`, and reading what it names.
+
+A source is one of
+
+    NAME                a data set with an adapter (`gsm8k`, `MATH-500`, also by its Hugging Face name), or `arithmetic[-<d>digit]`
+    NAME:SPLIT          the same, another split
+    PATH.jsonl          a file with the fields `question` and `answer`
+    ADAPTER@PATH.jsonl  a file with the fields of that adapter
+
+Enters: a source. Leaves: (row number, `Row`) pairs in file order. A wrong record is an error that names file and line, the fields
+found, and the adapters there are; nothing is skipped. `datasets` is imported only for data sets by name.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetrl_megatron.data.adapters import GENERIC, Adapter, Row, adapter_names, find_adapter
+from jetrl_megatron.data.arithmetic import arithmetic_rows, parse_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One parsed source: exactly one of `path`, `adapter.dataset` and `digits` says where the rows come from."""
+
+    name: str
+    """As written, with the split where there is one; what prompt ids begin with."""
+    adapter: Adapter | None = None
+    path: Path | None = None
+    split: str = ""
+    digits: int = 0
+    """Above 0: the arithmetic task."""
+
+
+def parse_source(text: str, evaluating: bool) -> Source:
+    """Parse one source. evaluating: which split a bare name means. Raises ValueError that lists the adapters."""
+    if text.endswith(".jsonl"):
+        prefix, found, rest = text.partition("@")
+        known = find_adapter(prefix) if found else GENERIC
+        if known is None:
+            raise ValueError(f"source {text!r}: there is no adapter {prefix!r}; {_choices()}")
+        path = Path(rest if found else text)
+        if not path.is_file():
+            raise ValueError(f"source {text!r}: there is no file {path} (looked from {Path.cwd()})")
+        return Source(name=text, adapter=known, path=path)
+    name, _, split = text.partition(":")
+    digits = parse_name(name)
+    if digits:
+        split = split or ("test" if evaluating else "train")
+        return Source(name=f"{name}:{split}", digits=digits, split=split)
+    adapter = find_adapter(name)
+    if adapter is None:
+        raise ValueError(f"source {text!r} is no PATH.jsonl and no known data set; {_choices()}")
+    if not adapter.dataset:
+        raise ValueError(f"source {text!r}: {adapter.name} is read from files only; write {adapter.name}@PATH.jsonl")
+    split = split or (adapter.eval_split if evaluating else adapter.default_split)
+    return Source(name=f"{name}:{split}", adapter=adapter, split=split)
+
+
+def read_rows(source: Source) -> Iterator[tuple[int, Row]]:
+    """Yield the rows of a source with their numbers, from 0."""
+    if source.digits:
+        yield from enumerate(arithmetic_rows(source.digits, source.split))
+    elif source.path is not None:
+        yield from _read_jsonl(source)
+    else:
+        yield from _read_dataset(source)
+
+
+def _read_jsonl(source: Source) -> Iterator[tuple[int, Row]]:
+    assert source.path is not None
+    number = 0
+    with source.path.open(encoding="utf-8") as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{source.path}:{line_number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{where}: a {type(record).__name__}; each line must be a JSON object")
+            yield number, _convert(source, record, where)
+            number += 1
+
+
+def _read_dataset(source: Source) -> Iterator[tuple[int, Row]]:
+    assert source.adapter is not None
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"source {source.name!r} is a Hugging Face data set and needs the package `datasets`: pip install jetrl-megatron[data], "
+            f"or download it and write {source.adapter.name}@PATH.jsonl"
+        ) from error
+    try:
+        table = datasets.load_dataset(source.adapter.dataset, source.adapter.config, split=source.split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"source {source.name!r}: cannot load {source.adapter.dataset} split {source.split!r}: {error}; without network write "
+            f"{source.adapter.name}@PATH.jsonl"
+        ) from error
+    for number, record in enumerate(table):
+        yield number, _convert(source, record, f"{source.adapter.dataset}[{number}]")
+
+
+def _convert(source: Source, record: dict, where: str) -> Row:
+    assert source.adapter is not None
+    missing = source.adapter.missing(record)
+    if missing:
+        raise ValueError(
+            f"{where}: adapter {source.adapter.name} needs the fields {', '.join(source.adapter.fields)}; missing {', '.join(missing)}, "
+            f"found {', '.join(sorted(record)) or 'none'}; {_choices()}"
+        )
+    try:
+        return source.adapter.row(record)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _choices() -> str:
+    return f"write NAME, NAME:SPLIT, PATH.jsonl or ADAPTER@PATH.jsonl; the adapters are {', '.join(adapter_names())}, arithmetic"

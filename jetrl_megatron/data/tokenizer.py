@@ -1,0 +1,77 @@
+"""Tokenizers: loading one, every id that ends a sequence, and a small character tokenizer for models that start from nothing.
+
+Enters: a Hugging Face directory. Leaves: a `transformers` tokenizer and its stop ids. Only end-of-sequence ids are taken from the
+generation config: sampling fields in it (repetition penalty, top-k) are not this project's defaults (fault D2).
+"""
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+CHAR_SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
+"""Ids 0 to 5 of a character tokenizer."""
+CHAR_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face directory; ValueError when the directory is missing or holds none."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ValueError(f"model.tokenizer (or model.path) is {str(path)!r}, which is no directory; give a Hugging Face model directory")
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+
+
+def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return every end-of-sequence id, without repeats: those of generation_config.json, of config.json, then the tokenizer's.
+
+    path: the Hugging Face directory of the model; files that are missing are passed over. Raises ValueError when nothing names one.
+    """
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        if file.is_file():
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            found.extend(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer.eos_token_id is not None:
+        found.append(int(tokenizer.eos_token_id))
+    if not found:
+        raise ValueError(f"{path}: neither generation_config.json, config.json nor the tokenizer names an eos_token_id; add one")
+    return tuple(dict.fromkeys(found))
+
+
+def build_char_tokenizer(out_dir: str | Path, alphabet: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a character and save it as a Hugging Face directory.
+
+    out_dir: made when missing; tokenizer files in it are replaced. alphabet: the characters, ids 6 and up in the order given; any other
+    character becomes `<unk>`. `<eos>` ends a sequence, `<pad>` is id 0, and the chat template marks roles by one token each.
+    """
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        raise ValueError(f"the alphabet is {alphabet!r}; it must name at least one character and none twice")
+    vocabulary = {token: index for index, token in enumerate((*CHAR_SPECIALS, *alphabet))}
+    core = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=list(CHAR_SPECIALS[3:]),
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAR_CHAT_TEMPLATE
+    tokenizer.save_pretrained(str(out_dir))
+    return tokenizer
