@@ -7,7 +7,7 @@ changes precision runs only where the caller allows it.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -21,6 +21,8 @@ from conversion.output import OutputDirectory
 from conversion.plan import CopyOp, Plan, TargetPlan
 from conversion.scales import scale_format
 from conversion.shards import StoredTensor
+
+_FLUSH_BYTES = 2**27
 
 Progress = Callable[[int], None]
 """Called with the bytes that were written since the last call."""
@@ -124,44 +126,55 @@ def _read(
     return out
 
 
-class _Shard:
-    """One output file and what is still missing from it."""
-
-    def __init__(self, name: str, targets: list[TargetPlan], run: Execution) -> None:
-        self.name = name
-        self.left = len(targets)
-        self.tensors: dict[str, dict[str, Any]] = {}
-        self._targets, self._run, self._lock = targets, run, Lock()
-        self._writer: ShardWriter | None = None
-
-    def write(self, name: str, dtype: str, data: np.ndarray, extra: dict[str, Any]) -> None:
-        shape = data.shape
-        with self._lock:
-            if self._writer is None:
-                specs = [spec for t in self._targets for spec in tensor_specs(t.target)]
-                self._writer = ShardWriter(self._run.output.path / self.name, specs, dict(self._run.metadata))
-        raw = data.view(np.uint8).reshape(shape[0], -1)
-        self._writer.write(name, raw)
-        self.tensors[name] = {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra}
-
-    def finish_one(self) -> None:
-        """Count one target tensor; sync and journal the file behind the last."""
-        with self._lock:
-            self.left -= 1
-            if self.left == 0 and self._writer is not None:
-                self._writer.close()
-                self._run.output.record(self.name, self.tensors)
-
-    def abandon(self) -> None:
-        if self._writer is not None:
-            self._writer.close(sync=False)
-
-
 def tensor_specs(target: StoredTensor) -> list[TensorSpec]:
     """Return what a target tensor is in a file: BF16, or FP8 codes and FP32 scales."""
     if not target.fp8:
         return [TensorSpec(target.name, "BF16", target.shape)]
     return [TensorSpec(target.name, "F8_E4M3", target.shape), TensorSpec(target.scale_name, "F32", target.scale_shape)]
+
+
+class _Shard:
+    """One output file and what is still missing from it. Syncing happens on the flusher's thread, beside reading and hashing."""
+
+    def __init__(self, name: str, targets: list[TargetPlan], run: Execution, flusher: Executor) -> None:
+        self.name = name
+        self.left = len(targets)
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.syncs: list[Future[None]] = []
+        self._targets, self._run, self._flusher, self._lock = targets, run, flusher, Lock()
+        self._writer: ShardWriter | None = None
+        self._unsynced = 0
+
+    def write(self, name: str, dtype: str, data: np.ndarray, extra: dict[str, Any]) -> None:
+        with self._lock:
+            if self._writer is None:
+                specs = [spec for t in self._targets for spec in tensor_specs(t.target)]
+                self._writer = ShardWriter(self._run.output.path / self.name, specs, dict(self._run.metadata))
+        raw = data.view(np.uint8).reshape(data.shape[0], -1)
+        self._writer.write(name, raw)
+        self.tensors[name] = {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra}
+        with self._lock:
+            self._unsynced += raw.nbytes
+            if self._unsynced > _FLUSH_BYTES:
+                self._unsynced = 0
+                self.syncs.append(self._flusher.submit(self._writer.flush))
+
+    def finish_one(self) -> None:
+        """Count one target tensor; behind the last, have the file synced, closed and journalled."""
+        with self._lock:
+            self.left -= 1
+            if self.left == 0:
+                self.syncs.append(self._flusher.submit(self._complete))
+
+    def _complete(self) -> None:
+        assert self._writer is not None
+        self._writer.close()
+        self._run.output.record(self.name, self.tensors)
+
+    def abandon(self) -> None:
+        """Close what an error left open."""
+        if self._writer is not None:
+            self._writer.close(sync=False)
 
 
 def execute(plan: Plan, run: Execution, progress: Progress | None = None) -> None:
@@ -173,32 +186,34 @@ def execute(plan: Plan, run: Execution, progress: Progress | None = None) -> Non
     for target_plan in plan.targets:
         by_file.setdefault(run.file_of[target_plan.target.location, target_plan.target.name], []).append(target_plan)
     todo = {name: targets for name, targets in by_file.items() if name not in run.output.done}
-    shards = {name: _Shard(name, targets, run) for name, targets in todo.items()}
     if progress is not None:
         progress(sum(t.target.num_bytes for name, targets in by_file.items() if name not in todo for t in targets))
-
-    def work(target_plan: TargetPlan, shard: _Shard) -> None:
-        target = target_plan.target
-        data, scales = assemble(target_plan, run.source, run.cast)
-        extra = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
-        shard.write(target.name, "F8_E4M3" if target.fp8 else "BF16", data, {"shape": list(target.shape), **extra})
-        if scales is not None:
-            shard.write(target.scale_name, "F32", scales, {"shape": list(scales.shape)})
-        shard.finish_one()
-        if progress is not None:
-            progress(target.num_bytes)
-
-    # Targets go in plan order, so that tensor-parallel shards of one parameter are read while its pages are in memory.
-    order = [(t, shards[f]) for t in plan.targets if (f := run.file_of[t.target.location, t.target.name]) in shards]
-    try:
-        with ThreadPoolExecutor(max_workers=run.workers) as pool:
-            _wait(pool, [pool.submit(work, target_plan, shard) for target_plan, shard in order])
-    finally:
-        for shard in shards.values():
-            shard.abandon()
+    with ThreadPoolExecutor(max_workers=1) as flusher, ThreadPoolExecutor(max_workers=run.workers) as pool:
+        shards = {name: _Shard(name, targets, run, flusher) for name, targets in todo.items()}
+        # Targets go in plan order, so that tensor-parallel shards of one parameter are read while its pages are in memory.
+        order = [(t, shards[f]) for t in plan.targets if (f := run.file_of[t.target.location, t.target.name]) in shards]
+        try:
+            _wait(pool, [pool.submit(_write_target, t, shard, run, progress) for t, shard in order])
+            _wait(flusher, [sync for shard in shards.values() for sync in shard.syncs])
+        finally:
+            flusher.shutdown(wait=True, cancel_futures=True)
+            for shard in shards.values():
+                shard.abandon()
 
 
-def _wait(pool: ThreadPoolExecutor, futures: list[Future[None]]) -> None:
+def _write_target(target_plan: TargetPlan, shard: _Shard, run: Execution, progress: Progress | None) -> None:
+    target = target_plan.target
+    data, scales = assemble(target_plan, run.source, run.cast)
+    extra = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
+    shard.write(target.name, "F8_E4M3" if target.fp8 else "BF16", data, {"shape": list(target.shape), **extra})
+    if scales is not None:
+        shard.write(target.scale_name, "F32", scales, {"shape": list(scales.shape)})
+    shard.finish_one()
+    if progress is not None:
+        progress(target.num_bytes)
+
+
+def _wait(pool: Executor, futures: list[Future[None]]) -> None:
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = next((f for f in done if f.exception() is not None), None)
     if failed is not None:

@@ -185,6 +185,11 @@ class ShardWriter:
         while done < len(view):
             done += os.pwrite(self._fd, view[done:], offset + done)
 
+    def flush(self) -> None:
+        """Push what is written so far to the disk, so that little is left to wait for at the end."""
+        if self._fd >= 0:
+            os.fdatasync(self._fd)
+
     def close(self, sync: bool = True) -> None:
         """Close the file; `sync` waits until its bytes are on the disk."""
         if self._fd < 0:

@@ -1,0 +1,7 @@
+"""Entry point of `python -m conversion`."""
+
+import sys
+
+from conversion.cli import main
+
+sys.exit(main())
