@@ -1,127 +1,64 @@
 """The recipe as frozen dataclasses: what every key means, its type, its default and the rules between keys.
 
-Enters: nothing (`load.py` fills these from YAML and `key=value`). Leaves: `Recipe`, of which each stage takes only its own part.
-Each rule between fields lives in the dataclass that owns the fields; rules that need the model's dimensions live in `layout.py`.
+Enters: nothing (`load.py` fills these from YAML and `key=value`). Leaves: `Recipe`; each stage takes only its own part of it. The sections
+that say what is learned are in `config_rl.py`, the words to choose between in `choices.py`, and all of them are importable from here.
+Each rule between fields lives in the dataclass that owns the fields; rules that need the model's dimensions live in `conversion/layout.py`.
 Left out: anything measured at run time.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 
+from jetrl_megatron.choices import (
+    Arm,
+    Backend,
+    Correction,
+    Decay,
+    Engine,
+    Family,
+    GradFormat,
+    LinearPrecision,
+    LossNorm,
+    Overlong,
+    PromptFormat,
+    Recompute,
+    RowParallel,
+    SavedActivation,
+    ScaleFormat,
+    above,
+    at_least,
+)
+from jetrl_megatron.config_rl import DataConfig, EvalConfig, GrpoConfig, RewardConfig, RolloutConfig, WarmStartConfig
 
-class Arm(Enum):
-    """Which side runs FP8 linears."""
-
-    bf16 = "bf16"
-    fp8_rollout = "fp8_rollout"
-    jetrl = "jetrl"
-
-
-class LinearPrecision(Enum):
-    """What a GEMM of a linear layer runs in."""
-
-    fp8 = "fp8"
-    bf16 = "bf16"
-
-
-class SavedActivation(Enum):
-    """What the forward keeps of X for wgrad (numerics: the three GEMMs)."""
-
-    fp8_dual = "fp8_dual"
-    fp8_requant = "fp8_requant"
-    bf16 = "bf16"
-
-
-class GradFormat(Enum):
-    """FP8 format of dY."""
-
-    e4m3 = "e4m3"
-    e5m2 = "e5m2"
-
-
-class ScaleFormat(Enum):
-    """FP32 scales, or FP32 scales rounded up to powers of two before dividing."""
-
-    fp32 = "fp32"
-    ue8m0 = "ue8m0"
-
-
-class Backend(Enum):
-    """Who runs the quantisers and GEMMs. `auto` is `deepgemm` on CUDA and `reference` on a CPU; never a silent change after that."""
-
-    auto = "auto"
-    reference = "reference"
-    deepgemm = "deepgemm"
-
-
-class RowParallel(Enum):
-    """How a layer whose input is split over TP is computed.
-
-    `k_complete`: gather the input, shard W by output rows: same bits at every TP degree. `k_split`: W sharded along K, partial
-    sums added in BF16, as vLLM does at TP > 1.
-    """
-
-    k_complete = "k_complete"
-    k_split = "k_split"
-
-
-class Decay(Enum):
-    """Learning-rate curve after the warm-up."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class LossNorm(Enum):
-    """Denominator of the policy loss: all masked tokens of the global batch, or each sequence's own then the number of sequences."""
-
-    token = "token"
-    sequence = "sequence"
-
-
-class Correction(Enum):
-    """Importance correction of the rollout mismatch, for the baselines."""
-
-    none = "none"
-    tis = "tis"
-    icepop = "icepop"
-
-
-class Overlong(Enum):
-    """What happens to completions cut at the limit: kept, taken out of the loss, or their reward shaped down near the limit."""
-
-    keep = "keep"
-    mask = "mask"
-    penalty = "penalty"
-
-
-class Engine(Enum):
-    """Which rollout engine."""
-
-    local = "local"
-    vllm_pool = "vllm_pool"
-    vllm_colocated = "vllm_colocated"
-
-
-class PromptFormat(Enum):
-    """How a question becomes token ids: the tokenizer's chat template, or the plain template."""
-
-    chat = "chat"
-    plain = "plain"
-
-
-class Recompute(Enum):
-    """Activation recompute: none, core attention only, or whole layers."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if not value >= low:
-        raise ValueError(f"{name} is {value}; it must be at least {low}")
+__all__ = [
+    "Arm",
+    "Backend",
+    "Correction",
+    "DataConfig",
+    "Decay",
+    "Engine",
+    "EvalConfig",
+    "Family",
+    "GradFormat",
+    "GrpoConfig",
+    "LinearPrecision",
+    "LossNorm",
+    "ModelConfig",
+    "OptimConfig",
+    "Overlong",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "PromptFormat",
+    "Recipe",
+    "Recompute",
+    "RewardConfig",
+    "RolloutConfig",
+    "RowParallel",
+    "RunConfig",
+    "SavedActivation",
+    "ScaleFormat",
+    "SyntheticModelConfig",
+    "WarmStartConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,18 +83,18 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _at_least("run.steps", self.steps, 0)
-        _at_least("run.save_every", self.save_every, 1)
-        _at_least("run.keep_last", self.keep_last, 1)
-        _at_least("run.eval_every", self.eval_every, 0)
+        at_least("run.steps", self.steps, 0)
+        at_least("run.save_every", self.save_every, 1)
+        at_least("run.keep_last", self.keep_last, 1)
+        at_least("run.eval_every", self.eval_every, 0)
+        above("run.grace_s", self.grace_s, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticModelConfig:
     """A random-weight model of a real family, written as an HF directory before the run; used when `model.path` is empty."""
 
-    family: str = "qwen3"
-    """llama, qwen2 or qwen3."""
+    family: Family = Family.qwen3
     hidden_size: int = 256
     num_layers: int = 2
     num_heads: int = 4
@@ -166,6 +103,16 @@ class SyntheticModelConfig:
     ffn_hidden_size: int = 512
     tie_embeddings: bool = True
     init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check ranges and that each kv head serves the same number of query heads."""
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"):
+            at_least(f"model.synthetic.{name}", getattr(self, name), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.synthetic.num_heads is {self.num_heads} and model.synthetic.num_kv_heads is {self.num_kv_heads}; "
+                "the first must be a multiple of the second"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +170,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         for name in ("tp", "pp", "vpp"):
-            _at_least(f"parallel.{name}", getattr(self, name), 1)
-        _at_least("parallel.micro_batch_toks", self.micro_batch_toks, 128)
+            at_least(f"parallel.{name}", getattr(self, name), 1)
+        at_least("parallel.micro_batch_toks", self.micro_batch_toks, 128)
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"parallel.vpp is {self.vpp} but parallel.pp is 1; interleaving needs pp of 2 or more, or vpp=1")
 
@@ -248,129 +195,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        _at_least("optim.lr", self.lr, 0.0)
+        for name in ("lr", "min_lr", "warmup_steps", "decay_steps", "weight_decay", "clip_grad"):
+            at_least(f"optim.{name}", getattr(self, name), 0.0)
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; it must lie in [0, 1)")
+        above("optim.eps", self.eps, 0.0)
         if self.min_lr > self.lr:
             raise ValueError(f"optim.min_lr is {self.min_lr}, above optim.lr {self.lr}; lower it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Prompts: files or Hugging Face data sets by name, and how they become token ids."""
-
-    train: tuple[str, ...] = ()
-    """Each `NAME`, `NAME:SPLIT`, `PATH.jsonl` or `ADAPTER@PATH.jsonl`; names are listed in data/adapters."""
-    eval: tuple[str, ...] = ()
-    format: PromptFormat = PromptFormat.chat
-    plain_template: str = "{question}"
-    system_prompt: str = ""
-    instruction: str = ""
-    """Appended to the question, for example how to write the final answer."""
-    max_prompt_toks: int = 1024
-    """Longer prompts are dropped with a count."""
-    max_prompts: int = 0
-    """0 takes all of `train`."""
-    max_eval_prompts: int = 0
-    shuffle: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How many completions are drawn a step, and how."""
-
-    engine: Engine = Engine.local
-    prompts_per_step: int = 32
-    group_size: int = 8
-    max_new_toks: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_batch_seqs: int = 256
-    """Sequences decoded together by the local engine."""
-
-    def __post_init__(self) -> None:
-        """Check ranges and that the trainer can reproduce the sampling distribution (fault D1)."""
-        for name in ("prompts_per_step", "group_size", "max_new_toks", "max_batch_seqs"):
-            _at_least(f"rollout.{name}", getattr(self, name), 1)
-        if not self.temperature > 0.0:
-            raise ValueError(f"rollout.temperature is {self.temperature}; training needs sampling, so it must be above 0")
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise ValueError(
-                f"rollout.top_p is {self.top_p} and rollout.top_k is {self.top_k}: truncated sampling renormalises over the kept "
-                "tokens and the trainer does not, so their log-probs differ; use top_p=1.0 and top_k=0 (eval.top_p is free)"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrpoConfig:
-    """Advantages, the clipped loss, the KL term and the corrections of the baselines."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_coef: float = 1e-3
-    """0 builds no reference policy."""
-    loss_norm: LossNorm = LossNorm.token
-    std_normalize: bool = True
-    """Divide group-centred rewards by the group's standard deviation."""
-    epochs: int = 1
-    """Passes over one rollout batch."""
-    minibatches: int = 1
-    """Optimizer steps a pass."""
-    correction: Correction = Correction.none
-    tis_cap: float = 2.0
-    icepop_low: float = 0.5
-    icepop_high: float = 2.0
-    dynamic_sampling: bool = False
-    """Groups of zero spread are drawn anew, at most `dynamic_max_rounds` times."""
-    dynamic_max_rounds: int = 3
-    overlong: Overlong = Overlong.keep
-    overlong_buffer_toks: int = 0
-    """Length before the limit over which the penalty grows to -1."""
-
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        for name in ("clip_low", "clip_high", "kl_coef"):
-            _at_least(f"grpo.{name}", getattr(self, name), 0.0)
-        for name in ("epochs", "minibatches"):
-            _at_least(f"grpo.{name}", getattr(self, name), 1)
-        if not 0.0 < self.icepop_low <= 1.0 <= self.icepop_high:
-            raise ValueError(f"grpo.icepop_low, icepop_high are {self.icepop_low}, {self.icepop_high}; they must enclose 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """How an answer is scored."""
-
-    function: str = "math"
-    """`math`, or `package.module:function` taking (completion text, answer) and returning a float."""
-    workers: int = 2
-    timeout_s: float = 5.0
-    """Wall clock for one sample; the worker process is killed and the sample scores 0, counted."""
-    memory_mb: int = 1024
-    """Address space above its start that one worker may grow by."""
-    require_closed_think: bool = True
-    """Text inside an unfinished <think> block scores 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
-    """A short supervised run on the training answers before step 0; 0 steps skips it."""
-
-    steps: int = 0
-    lr: float = 1e-3
-    batch_seqs: int = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """Held-out evaluation."""
-
-    samples: int = 1
-    """k of avg@k."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_toks: int = 0
-    """0 takes rollout.max_new_toks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,3 +220,11 @@ class Recipe:
     reward: RewardConfig = field(default_factory=RewardConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        """Check the rules between sections that need no model."""
+        if self.rollout.prompts_per_step % self.grpo.minibatches:
+            raise ValueError(
+                f"rollout.prompts_per_step is {self.rollout.prompts_per_step} and grpo.minibatches is {self.grpo.minibatches}; "
+                "the first must be a multiple of the second"
+            )

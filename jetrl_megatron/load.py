@@ -9,9 +9,11 @@ reach a dumped recipe. Left out: rules that need the model's dimensions.
 """
 
 import difflib
+import functools
 import types
 import typing
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     recipe_path = Path(path)
     words = list(overrides or [])
     leaves: _Leaves = {}
-    for file in _chain(recipe_path):
-        leaves |= _flatten(_read(file), str(file), skip=("defaults",))
+    for file, tree in _chain(recipe_path):
+        leaves |= _flatten(tree, str(file), skip=("defaults",))
     command_line: _Leaves = {}
     for word in words:
         command_line |= _parse_override(word)
@@ -48,8 +50,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     if recipe.run.dir:
         return recipe
     changed = {key: value for key, (value, _) in command_line.items()}
-    leaves["run.dir"] = (default_run_dir(recipe_path.stem, recipe.precision.arm, changed), "the default")
-    return _build(leaves, recipe_path)
+    directory = default_run_dir(recipe_path.stem, recipe.precision.arm, changed)
+    return replace(recipe, run=replace(recipe.run, dir=directory))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -59,14 +61,17 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def flat_recipe(recipe: Recipe) -> dict[str, Any]:
     """Give the recipe as dotted key -> plain value (enums by name, tuples as lists), for comparing two runs."""
-    plain = OmegaConf.to_container(OmegaConf.structured(recipe), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {key: value for key, (value, _) in _flatten({str(k): v for k, v in plain.items()}, "recipe").items()}
+    flat: dict[str, Any] = {}
+    for key in schema():
+        value = functools.reduce(getattr, key.split("."), recipe)
+        flat[key] = value.name if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
+    return flat
 
 
-def schema() -> dict[str, Any]:
+@functools.cache
+def schema() -> Mapping[str, Any]:
     """Give every legal dotted key with its type annotation, in the order of the dataclasses."""
-    return dict(_schema_of(Recipe, ""))
+    return types.MappingProxyType(dict(_schema_of(Recipe, "")))
 
 
 def default_run_dir(stem: str, arm: Arm, changed: dict[str, Any]) -> str:
@@ -92,7 +97,7 @@ def _plain(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
-def _schema_of(cls: type, prefix: str) -> typing.Iterator[tuple[str, Any]]:
+def _schema_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     hints = typing.get_type_hints(cls)
     for item in fields(cls):
         hint = hints[item.name]
@@ -103,23 +108,23 @@ def _schema_of(cls: type, prefix: str) -> typing.Iterator[tuple[str, Any]]:
             yield f"{prefix}{item.name}", hint
 
 
-def _chain(path: Path) -> list[Path]:
-    """Files from the root parent to `path`."""
-    files = [path]
+def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Files from the root parent to `path`, each with its content."""
+    chain = [(path, _read(path))]
     while True:
-        parent = _read(files[0]).get("defaults")
+        child, tree = chain[0]
+        parent = tree.get("defaults")
         if parent is None:
-            return files
+            return chain
         if not isinstance(parent, str):
-            raise ValueError(f"{files[0]}: defaults is {parent!r}; it must be the name of one recipe, for example `defaults: _base`")
-        name = parent if parent.endswith(".yaml") else parent + ".yaml"
-        file = files[0].parent / name
+            raise ValueError(f"{child}: defaults is {parent!r}; it must be the name of one recipe, for example `defaults: _base`")
+        file = child.parent / (parent if parent.endswith(".yaml") else parent + ".yaml")
         if not file.is_file():
-            raise ValueError(f"{files[0]}: defaults names {parent!r}, but {file} does not exist; name a recipe beside this one")
-        if file.resolve() in [f.resolve() for f in files]:
-            names = " -> ".join(f.name for f in reversed([file, *files]))
-            raise ValueError(f"{files[0]}: defaults names {parent!r}, which closes a circle ({names}); remove one of these lines")
-        files.insert(0, file)
+            raise ValueError(f"{child}: defaults names {parent!r}, but {file} does not exist; name a recipe beside this one")
+        if file.resolve() in [known.resolve() for known, _ in chain]:
+            names = " -> ".join(name for name in [*(known.name for known, _ in reversed(chain)), file.name])
+            raise ValueError(f"{child}: defaults names {parent!r}, which closes a circle ({names}); remove one of these lines")
+        chain.insert(0, (file, _read(file)))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def _flatten(tree: dict[str, Any], source: str, skip: tuple[str, ...] = (), pref
     return leaves
 
 
-def _nearest(key: str, known: dict[str, Any]) -> str:
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(key, list(known), n=3, cutoff=0.6)
     leaf = key.rsplit(".", 1)[-1]
     near += [k for k in known if k.rsplit(".", 1)[-1] == leaf and k not in near]

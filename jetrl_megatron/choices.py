@@ -1,0 +1,136 @@
+"""The words that a recipe may choose between, and the two range checks of the config dataclasses.
+
+Each member's name equals its value, so a recipe, an error and a dump spell it alike. Import them from `jetrl_megatron.config`.
+"""
+
+from enum import Enum
+
+
+class Family(Enum):
+    """Model families, by the `model_type` of their config.json."""
+
+    llama = "llama"
+    qwen2 = "qwen2"
+    qwen3 = "qwen3"
+
+
+class Arm(Enum):
+    """Which side runs FP8 linears."""
+
+    bf16 = "bf16"
+    fp8_rollout = "fp8_rollout"
+    jetrl = "jetrl"
+
+
+class LinearPrecision(Enum):
+    """What a GEMM of a linear layer runs in."""
+
+    fp8 = "fp8"
+    bf16 = "bf16"
+
+
+class SavedActivation(Enum):
+    """What the forward keeps of X for wgrad (numerics: the three GEMMs)."""
+
+    fp8_dual = "fp8_dual"
+    fp8_requant = "fp8_requant"
+    bf16 = "bf16"
+
+
+class GradFormat(Enum):
+    """FP8 format of dY."""
+
+    e4m3 = "e4m3"
+    e5m2 = "e5m2"
+
+
+class ScaleFormat(Enum):
+    """FP32 scales, or FP32 scales rounded up to powers of two before dividing."""
+
+    fp32 = "fp32"
+    ue8m0 = "ue8m0"
+
+
+class Backend(Enum):
+    """Who runs the quantisers and GEMMs. `auto` is `deepgemm` on CUDA and `reference` on a CPU; never a silent change after that."""
+
+    auto = "auto"
+    reference = "reference"
+    deepgemm = "deepgemm"
+
+
+class RowParallel(Enum):
+    """How a layer whose input is split over TP is computed.
+
+    `k_complete`: gather the input, shard W by output rows: same bits at every TP degree. `k_split`: W sharded along K, partial
+    sums added in BF16, as vLLM does at TP > 1.
+    """
+
+    k_complete = "k_complete"
+    k_split = "k_split"
+
+
+class Decay(Enum):
+    """Learning-rate curve after the warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class LossNorm(Enum):
+    """Denominator of the policy loss: all masked tokens of the global batch, or each sequence's own then the number of sequences."""
+
+    token = "token"
+    sequence = "sequence"
+
+
+class Correction(Enum):
+    """Importance correction of the rollout mismatch, for the baselines."""
+
+    none = "none"
+    tis = "tis"
+    icepop = "icepop"
+
+
+class Overlong(Enum):
+    """What happens to completions cut at the limit: kept, taken out of the loss, or their reward shaped down near the limit."""
+
+    keep = "keep"
+    mask = "mask"
+    penalty = "penalty"
+
+
+class Engine(Enum):
+    """Which rollout engine."""
+
+    local = "local"
+    vllm_pool = "vllm_pool"
+    vllm_colocated = "vllm_colocated"
+
+
+class PromptFormat(Enum):
+    """How a question becomes token ids: the tokenizer's chat template, or the plain template."""
+
+    chat = "chat"
+    plain = "plain"
+
+
+class Recompute(Enum):
+    """Activation recompute: none, core attention only, or whole layers."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+def at_least(name: str, value: float, low: float) -> None:
+    """Raise ValueError, naming key and limit, unless value >= low (so also for NaN)."""
+    if not value >= low:
+        raise ValueError(f"{name} is {value}; it must be at least {low}")
+
+
+def above(name: str, value: float, low: float) -> None:
+    """Raise ValueError, naming key and limit, unless value > low (so also for NaN)."""
+    if not value > low:
+        raise ValueError(f"{name} is {value}; it must be above {low}")

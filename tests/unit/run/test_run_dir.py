@@ -1,0 +1,108 @@
+"""A run directory belongs to one run; what it ran on is written before step 0."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron.config import Arm, Recipe, RunConfig
+from jetrl_megatron.load import load_recipe
+from jetrl_megatron.run.environment import chosen_variables, describe_environment
+from jetrl_megatron.run.run_dir import differing_keys, open_run_dir
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return Recipe(run=RunConfig(dir=str(tmp_path / "run"), steps=3))
+
+
+def test_recipe_and_environment_are_on_disk_when_it_opens(recipe, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    run_dir = open_run_dir(recipe, ["jetrl", "train", "r.yaml"], device="cpu")
+    assert load_recipe(run_dir.recipe) == recipe
+    (line,) = [json.loads(text) for text in run_dir.environment.read_text().splitlines()]
+    assert (line["argv"], line["seed"], line["device"]) == (["jetrl", "train", "r.yaml"], 1234, "cpu")
+    assert line["variables"]["NCCL_DEBUG"] == "INFO"
+    assert {"torch", "megatron-core", "transformers", "omegaconf", "numpy"} <= set(line["packages"])
+    assert "sesame" not in run_dir.environment.read_text()
+
+
+def test_a_longer_run_reopens_and_the_start_is_added(recipe):
+    open_run_dir(recipe, ["first"]).lock.close()
+    longer = replace(recipe, run=replace(recipe.run, steps=30, save_every=2, tensorboard=False))
+    run_dir = open_run_dir(longer, ["second"])
+    assert load_recipe(run_dir.recipe).run.steps == 30
+    assert [json.loads(text)["argv"] for text in run_dir.environment.read_text().splitlines()] == [["first"], ["second"]]
+
+
+def test_another_recipe_is_refused_by_its_keys_and_nothing_is_written(recipe):
+    first = open_run_dir(recipe, [])
+    first.lock.close()
+    before = {p: p.read_bytes() for p in first.path.iterdir() if p.name != "run.lock"}
+    other = replace(recipe, precision=replace(recipe.precision, arm=Arm.bf16), optim=replace(recipe.optim, lr=1e-3))
+    assert differing_keys(recipe, other) == {"precision.arm": ("jetrl", "bf16"), "optim.lr": (1e-6, 1e-3)}
+    with pytest.raises(
+        ValueError, match=r"precision.arm was 'jetrl' and is now 'bf16'; optim.lr was 1e-06 and is now 0.001.*another run.dir"
+    ):
+        open_run_dir(other, [])
+    assert {p: p.read_bytes() for p in first.path.iterdir() if p.name != "run.lock"} == before
+
+
+def test_a_directory_that_is_no_run_is_refused(recipe):
+    path = Path(recipe.run.dir)
+    path.mkdir()
+    (path / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds thesis.tex and no recipe.yaml"):
+        open_run_dir(recipe, [])
+    assert sorted(p.name for p in path.iterdir()) == ["thesis.tex"]
+
+
+def test_other_ranks_write_nothing(recipe):
+    assert open_run_dir(recipe, [], rank=1).path == Path(recipe.run.dir)
+    assert not Path(recipe.run.dir).exists()
+
+
+HOLD = """
+import sys
+from jetrl_megatron.config import Recipe, RunConfig
+from jetrl_megatron.run.run_dir import open_run_dir
+held = open_run_dir(Recipe(run=RunConfig(dir=sys.argv[1], steps=3)), [])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_in_use_is_refused_until_its_process_is_gone(recipe, monkeypatch):
+    monkeypatch.setattr("jetrl_megatron.run.run_dir._LOCK_WAIT_S", 0.1)
+    command = [sys.executable, "-c", HOLD, recipe.run.dir]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"in use by process {process.pid}; wait for it"):
+        open_run_dir(recipe, [])
+    process.kill()
+    process.communicate()
+    assert open_run_dir(recipe, []).lock is not None
+
+
+def test_variables_are_chosen_and_hold_no_secret():
+    given = {
+        "HOME": "/h",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_API_KEY": "x",
+        "NCCL_token": "x",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "WANDB_API_KEY": "x",
+    }
+    assert chosen_variables(given) == {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "1"}
+
+
+def test_commit_is_recorded_from_a_checkout():
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        pytest.skip("not a git checkout")
+    commit = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert describe_environment([], 0, "cpu")["git"]["commit"] == commit

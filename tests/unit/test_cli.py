@@ -1,0 +1,94 @@
+"""The command line: words, exit codes, and how many processes a recipe needs."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron import cli
+from jetrl_megatron.config import ParallelConfig, Recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TINY = str(RECIPES / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml")
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """Make this process look like rank 1 and record what the run gets."""
+    got = {}
+    module = types.ModuleType("jetrl_megatron.train")
+
+    def train(recipe, argv, json_lines):
+        got.update(recipe=recipe, argv=argv, json_lines=json_lines)
+        return got.get("code", 0)
+
+    module.train = train
+    monkeypatch.setitem(sys.modules, "jetrl_megatron.train", module)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return got
+
+
+def test_a_worker_runs_the_recipe_with_its_overrides_wherever_they_stand(worker):
+    assert cli.main(["train", TINY, "run.steps=7", "--json", "optim.lr=3e-4"]) == 0
+    assert (worker["recipe"].run.steps, worker["recipe"].optim.lr, worker["json_lines"]) == (7, 3e-4, True)
+    assert worker["argv"] == ["jetrl", "train", TINY, "run.steps=7", "--json", "optim.lr=3e-4"]
+
+
+def test_the_runs_own_code_is_passed_on(worker):
+    worker["code"] = 1
+    assert cli.main(["train", TINY]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", TINY, "run.stepz=7"], "unknown key 'run.stepz'"),
+        (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
+        (["train", TINY, "parallel.tp=0"], "parallel.tp is 0"),
+    ],
+)
+def test_a_bad_recipe_is_two_and_one_line(capsys, words, message):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["train"], ["train", TINY, "--fast"], ["train", TINY, "seven"], ["eval", "DIR"]])
+def test_a_bad_command_line_is_two(words):
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(cli.main(words))
+    assert stop.value.code == 2
+
+
+def test_a_library_error_keeps_its_traceback(worker, monkeypatch):
+    def broken(recipe, argv, json_lines):
+        int("seven")
+
+    sys.modules["jetrl_megatron.train"].train = broken
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(["train", TINY])
+
+
+def test_number_of_processes(monkeypatch):
+    recipe = Recipe(parallel=ParallelConfig(tp=2, pp=2))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert cli.count_processes(recipe, None) == 4
+    assert cli.count_processes(recipe, 8) == 8
+    with pytest.raises(ValueError, match=r"6 processes \(--nproc\) do not divide .* 2 \* 2 = 4; use --nproc with a multiple of 4"):
+        cli.count_processes(recipe, 6)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert cli.count_processes(recipe, None) == 8
+    with pytest.raises(ValueError, match="16 processes need as many GPUs and this machine has 8"):
+        cli.count_processes(recipe, 16)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    with pytest.raises(ValueError, match=r"3 processes \(one for each GPU\)"):
+        cli.count_processes(recipe, None)
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, jetrl_megatron.cli; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False False\n"
