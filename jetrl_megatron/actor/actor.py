@@ -84,9 +84,7 @@ class Actor:
         return chunks
 
     def _sides(self, chunks: list[PolicyModel], precision: PrecisionConfig) -> FlowSides:
-        return FlowSides(
-            chunks, arch=self.arch, layout=self.layout, precision=precision, backend=self.backend, pp_rank=self.ranks.pp_rank
-        )
+        return FlowSides(chunks, arch=self.arch, layout=self.layout, precision=precision, backend=self.backend, pp_rank=self.ranks.pp_rank)
 
     def start_optimizer(self, config: OptimConfig, total_steps: int) -> None:
         """Make a fresh optimizer whose masters are the BF16 parameters as they are now (run start, and after the warm start)."""
@@ -184,7 +182,11 @@ def fill_parameters(chunk: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     """
     parameters = dict(chunk.named_parameters())
     missing, extra = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
-    wrong = [f"{n}: {tuple(weights[n].shape)} for {tuple(p.shape)}" for n, p in parameters.items() if n in weights and weights[n].shape != p.shape]
+    wrong = [
+        f"{n}: {tuple(weights[n].shape)} for {tuple(p.shape)}"
+        for n, p in parameters.items()
+        if n in weights and weights[n].shape != p.shape
+    ]
     if missing or extra or wrong:
         raise ValueError(f"weights do not fit the model: missing {missing}, not in the model {extra}, wrong shape {wrong}")
     with torch.no_grad():

@@ -69,7 +69,9 @@ class FlowLinear:
 class FlowColumnParallelLinear(FlowLinear, ColumnParallelLinear):
     """Y_r = X W_r^T, W sharded by output rows; under sequence parallelism X is gathered along tokens first."""
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Map input_ [T/TP, 1, K] (sequence parallel) or [T, 1, K] to [T, 1, N/TP]; returns (output, bias to add later or None)."""
         assert weight is None and not runtime_gather_output, "the flow linears own their weight and never gather their output"
         if self.sequence_parallel:

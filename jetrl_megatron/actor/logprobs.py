@@ -75,9 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
     """Saves the hidden states and the log normaliser; makes logits again in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
         wide = accumulate_dtype(hidden.device)
         logp, entropy, norm = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(3))
         for rows in _row_chunks(hidden.shape[0], weight.shape[0]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -126,5 +127,26 @@ def build_chunks(
             position_embedding_type="none",
             vp_stage=stage if layout.vpp > 1 else None,
         )
+        _mark_sharded(chunk)
         chunks.append(chunk.requires_grad_(trainable).to(config.flow_device))
     return chunks
+
+
+def _mark_sharded(chunk: PolicyModel) -> None:
+    """Tell Megatron which parameters are cut over TP ranks: it does so itself only where it initialises them.
+
+    The gradient norm counts an unmarked parameter on TP rank 0 alone.
+    """
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            for parameter in module.parameters(recurse=False):
+                if not getattr(parameter, "tensor_model_parallel", False):
+                    _clear_marks(parameter)
+                    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+
+
+def _clear_marks(parameter: Tensor) -> None:
+    """Remove Megatron's default marks, so that they can be set."""
+    for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+        if hasattr(parameter, name):
+            delattr(parameter, name)

@@ -95,7 +95,9 @@ class ActorOptimizer:
         """
         parts = self._parts()
         if len(parts) != len(state["shards"]):
-            raise ValueError(f"checkpoint holds {len(state['shards'])} optimizer parts, this layout has {len(parts)}: resume with the same layout")
+            raise ValueError(
+                f"checkpoint holds {len(state['shards'])} optimizer parts, this layout has {len(parts)}: resume with the same layout"
+            )
         for part, saved in zip(parts, state["shards"], strict=True):
             _load_shard_state(part, saved)
         self._schedule.load_state_dict(state["schedule"])

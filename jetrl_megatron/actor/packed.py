@@ -35,6 +35,13 @@ class KVCache:
             )
         return self._layers[layer_number]
 
+    def copy_slot(self, source: int, targets: list[int], length: int) -> None:
+        """Copy the first `length` positions of one slot into others, in every layer."""
+        if targets:
+            for pair in self._layers.values():
+                for tensor in pair:
+                    tensor[targets, :length] = tensor[source, :length]
+
     @property
     def nbytes(self) -> int:
         """Bytes allocated so far."""

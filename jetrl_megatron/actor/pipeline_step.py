@@ -46,6 +46,25 @@ def head_shard(model: PolicyModel, vocab_size: int) -> VocabShard:
     return vocab_shard(vocab_size, model.head_weight().shape[0], mpu.get_tensor_model_parallel_rank(), model.tp_group)
 
 
+def empty_like(batch: TrainBatch) -> TrainBatch:
+    """Return a micro-batch of padding only, of the same packed length: it adds nothing to loss or gradient."""
+    total, device = batch.tokens_T.numel(), batch.tokens_T.device
+    ints, floats = torch.zeros(total, dtype=torch.int64, device=device), torch.zeros(total, device=device)
+    return TrainBatch(
+        tokens_T=ints,
+        positions_T=ints,
+        cu_seqlens_S=torch.tensor([0, total], dtype=torch.int32, device=device),
+        max_seqlen=total,
+        labels_T=ints,
+        loss_mask_T=floats,
+        loss_weight_T=floats,
+        advantages_T=floats,
+        rollout_logprobs_T=floats,
+        old_logprobs_T=floats,
+        ref_logprobs_T=floats,
+    )
+
+
 class PipelineStep:
     """Runs batches through one set of model chunks.
 
@@ -73,6 +92,7 @@ class PipelineStep:
     def logprobs(self, batches: Sequence[TrainBatch]) -> list[tuple[Tensor, Tensor]]:
         """Return (logp_T, entropy_T) of each batch, [T] float32, 0 outside the loss mask, on every pipeline rank."""
         outputs = self._run(batches, self._read_logprobs, forward_only=True)
+        outputs = outputs[: len(batches)]
         if mpu.get_pipeline_model_parallel_world_size() == 1:
             return list(outputs)
         device = batches[0].tokens_T.device
@@ -86,6 +106,7 @@ class PipelineStep:
     def _run(self, batches: Sequence[TrainBatch], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         lengths = {b.tokens_T.numel() for b in batches}
         assert len(lengths) == 1, f"micro-batches of one step must have one packed length, got {sorted(lengths)}"
+        batches = self._whole_rounds(batches)
         iterators = [iter(batches) for _ in self._chunks]
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward, finish=finish),
@@ -97,6 +118,11 @@ class PipelineStep:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def _whole_rounds(self, batches: Sequence[TrainBatch]) -> Sequence[TrainBatch]:
+        """Append empty micro-batches where the interleaved schedule needs a multiple of the pipeline's depth."""
+        missing = -len(batches) % mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 0
+        return [*batches, *(empty_like(batches[0]) for _ in range(missing))]
 
     def _forward(self, iterator: Iterator[TrainBatch], chunk: Any, *, finish: Callable[..., Any]) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)

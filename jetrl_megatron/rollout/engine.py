@@ -1,0 +1,37 @@
+"""What every rollout engine promises: token ids in, completions with their own log-probs out, at a named weight version.
+
+Enters: requests (a prompt and a sample index) and SamplingParams. Leaves: one Completion for each request, in the order of the requests.
+Invariants: the log-prob of a token is that of the distribution it was drawn from; a completion never mixes prompts; the draw of a
+request depends on the seed, its prompt id and its sample index only, not on what else is in the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One completion asked for."""
+
+    prompt: Prompt
+    sample_index: int
+
+
+class RolloutEngine(Protocol):
+    """An engine that draws completions with the actor's weights."""
+
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> list[Completion]:
+        """Draw one completion for each request, in order.
+
+        Args:
+            requests: what to complete.
+            params: how to draw; the engine adds nothing of its own (fault D2).
+            seed: fixes every draw.
+
+        Raises:
+            ValueError: when a request does not fit into the model's context; names prompt and lengths.
+        """
+        ...
