@@ -70,7 +70,7 @@ def test_a_run_without_steps_or_evaluation_says_not_measured():
 
 def test_a_step_without_its_mismatch_is_a_fault_of_ours(tmp_path):
     metrics = Metrics(RunConfig(tensorboard=False), RunDir(tmp_path), 0)
-    with pytest.raises(AssertionError, match="missing from the step record: {'logprob_abs_diff'}"):
+    with pytest.raises(AssertionError, match=r"missing from the step record: \{'logprob_abs_diff'\}"):
         metrics.log("step", 1, {key: 0.0 for key in STEP_KEYS if key != "logprob_abs_diff"})
     metrics.close()
 

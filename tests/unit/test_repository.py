@@ -1,0 +1,45 @@
+"""What a newcomer does first: the README's two commands, and the one script that says whether a change may land."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def quickstart_blocks() -> list[str]:
+    section = (ROOT / "README.md").read_text().split("## Quickstart", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^```\w*\n(.*?)\n```$", section, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_quickstart_is_two_one_line_commands_run_then_test():
+    run, test = quickstart_blocks()
+    assert "\n" not in run + test
+    assert re.search(r"pip install -q -e \. && \.venv/bin/jetrl train (\S+)$", run)
+    assert (ROOT / run.split()[-1]).is_file()
+    assert re.search(r"pip install -q -e '\.\[test\]' && .*\.venv/bin/pytest\b", test)
+
+
+def test_ci_runs_the_quickstarts_own_test_command():
+    script = (ROOT / ".ci" / "run").read_text()
+    pattern = re.search(r're\.findall\(r"(.+)", quickstart', script)[1]
+    section = (ROOT / "README.md").read_text().split("## Quickstart", 1)[1].split("\n## ", 1)[0]
+    assert re.findall(pattern, section, flags=re.MULTILINE) == quickstart_blocks()
+    for command in ("ruff check .", "ruff format --check .", "mypy"):
+        assert f"\n.venv/bin/{command}\n" in script
+
+
+def test_paths_that_the_readme_names_exist():
+    text = (ROOT / "README.md").read_text()
+    tour = re.findall(r"^\| `([\w./]+)`", text.split("## Tour", 1)[1], flags=re.MULTILINE)
+    assert len(tour) >= 10
+    assert [path for path in tour if not (ROOT / path).exists()] == []
+
+
+def test_every_mark_that_tests_use_is_declared():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    declared = {line.split(":")[0] for line in options["markers"]}
+    used = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        used |= set(re.findall(r"pytest\.mark\.(\w+)", path.read_text()))
+    assert used - declared <= {"parametrize", "skipif", "skip", "xfail", "timeout", "filterwarnings", "usefixtures"}
