@@ -6,16 +6,17 @@ Invariant: a backend that was asked for and cannot run raises with the reason; n
 Left out: the kernels themselves (quantize.py and gemm_reference.py; deepgemm.py and triton_*.py).
 """
 
+import functools
 import importlib.util
 from typing import Literal, Protocol
 
 import torch
 
-from jetrl_megatron.config import Backend, LinearPrecision, ScaleFormat
+from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, ScaleFormat
 from jetrl_megatron.fp8 import gemm_reference
 from jetrl_megatron.fp8.block_scaled import BlockScaled
-from jetrl_megatron.fp8.precision import GemmPrecision
-from jetrl_megatron.fp8.quantize import GROUP, quantize, quantize_dual
+from jetrl_megatron.fp8.precision import GemmPrecision, WgradGranularity
+from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, quantize, quantize_dual, quantize_weight, requantize_transposed
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 
@@ -26,11 +27,18 @@ class Kernels(Protocol):
     def quantize(self, x: torch.Tensor, block: tuple[int, int], *, dtype: torch.dtype, scale_format: ScaleFormat) -> BlockScaled:
         """See `quantize.quantize`."""
 
-    def quantize_dual(self, x: torch.Tensor, *, dtype: torch.dtype, scale_format: ScaleFormat) -> tuple[BlockScaled, BlockScaled]:
+    def quantize_dual(
+        self, x: torch.Tensor, *, dtype: torch.dtype, scale_format: ScaleFormat, t_block: tuple[int, int] = ROW_BLOCK
+    ) -> tuple[BlockScaled, BlockScaled]:
         """See `quantize.quantize_dual`."""
 
-    def transpose(self, w: BlockScaled) -> BlockScaled:
-        """See `BlockScaled.transpose`."""
+    def requantize_transposed(self, x: BlockScaled, *, scale_format: ScaleFormat, t_block: tuple[int, int] = ROW_BLOCK) -> BlockScaled:
+        """See `quantize.requantize_transposed`."""
+
+    def quantize_weight(
+        self, w: torch.Tensor, *, scale_format: ScaleFormat, with_transpose: bool
+    ) -> tuple[BlockScaled, BlockScaled | None]:
+        """See `quantize.quantize_weight`."""
 
     def fprop(self, x: BlockScaled, w: BlockScaled) -> torch.Tensor:
         """See `gemm_reference.fprop`."""
@@ -47,7 +55,8 @@ class ReferenceKernels:
 
     quantize = staticmethod(quantize)
     quantize_dual = staticmethod(quantize_dual)
-    transpose = staticmethod(BlockScaled.transpose)
+    requantize_transposed = staticmethod(requantize_transposed)
+    quantize_weight = staticmethod(quantize_weight)
     fprop = staticmethod(gemm_reference.fprop)
     dgrad = staticmethod(gemm_reference.dgrad)
     wgrad = staticmethod(gemm_reference.wgrad)
@@ -84,6 +93,7 @@ def deepgemm_obstacle(device: torch.device) -> str:
     return ""
 
 
+@functools.cache
 def kernels_of(backend: Backend) -> Kernels:
     """The kernels of a resolved backend; raises ValueError on `auto`, which has to be resolved first."""
     if backend is Backend.reference:
@@ -105,11 +115,15 @@ def kernel_for(gemm: Gemm, shape: tuple[int, int, int], precision: GemmPrecision
         raise ValueError(f"gemm is {gemm!r}; it must be one of {sorted(which)}")
     if which[gemm] is LinearPrecision.bf16:
         return "reference.bf16_f64acc" if backend is Backend.reference else "torch.mm.bf16"
-    kind = "1d1d.fp32" if gemm == "wgrad" else "1d2d.bf16"
+    kind = "1d2d.bf16"
+    if gemm == "wgrad":
+        kind = "1d1d.fp32" if precision.wgrad_granularity is WgradGranularity.groups else "1d2d.bf16_then_fp32_add"
     if backend is Backend.reference:
         return f"reference.block_fp8.{kind}"
     if backend is Backend.deepgemm:
         _, n, k = shape
+        if gemm != "fprop" and precision.grad_format is GradFormat.e5m2:
+            raise ValueError("precision.grad_format e5m2: DeepGEMM reads E4M3 operands only; use grad_format=e4m3, or backend=reference")
         if n % GROUP or k % GROUP:
             raise ValueError(f"linear N={n}, K={k}: DeepGEMM needs multiples of {GROUP}; list the layer in precision.bf16_layers")
         return f"deep_gemm.fp8_gemm_nt.{kind}"

@@ -32,9 +32,12 @@ def dgrad(dy: BlockScaled, w_t: BlockScaled) -> torch.Tensor:
 def wgrad(dy_t: BlockScaled, x_t: BlockScaled, out: torch.Tensor | None = None) -> torch.Tensor:
     """dW = dY^T X, added to `out` in place.
 
-    dy_t: [N, T] and x_t: [K, T], both in blocks 1x128 along T. out: [N, K] float32, None starts from zero. Returns `out`.
+    dy_t: [N, T] in blocks 1x128 along T. x_t: [K, T] in blocks 1x128, or 128x128: then the product is rounded to BF16 before it is added,
+    as the GPU kernel for such operands does. out: [N, K] float32, None starts from zero. Returns `out`.
     """
-    total = _block_product(dy_t, x_t, ROW_BLOCK)
+    total = _block_product(dy_t, x_t, x_t.block)
+    if x_t.block == WEIGHT_BLOCK:
+        total = total.to(torch.bfloat16).to(torch.float32)
     if out is None:
         return total
     if out.dtype is not torch.float32 or out.shape != total.shape:
@@ -46,8 +49,8 @@ def matmul_bf16_reference(a: torch.Tensor, b_t: torch.Tensor, out_dtype: torch.d
     """A B^T of two BF16 matrices in float64, rounded to FP32 and then to `out_dtype`; independent of M and N like the FP8 GEMMs.
 
     a: [M, J] and b_t: [N, J], bfloat16 or float32. Products of BF16 numbers have 16 bits, so a float64 sum of them is exact unless their
-    magnitudes spread over more than 2^(37 - log2 J); then it is right to 2^-53, and the FP32 rounding behind it hides the order of the sum but
-    for about one element in 2^28 of those.
+    magnitudes spread over more than 2^(37 - log2 J); then it is right to 2^-53, and the FP32 rounding behind it hides the order of the
+    sum but for about one element in 2^28 of those.
     """
     if a.dim() != 2 or b_t.dim() != 2 or a.shape[1] != b_t.shape[1]:
         raise ValueError(f"cannot multiply {tuple(a.shape)} with the transpose of {tuple(b_t.shape)}; the last axes must be equal matrices")
@@ -68,7 +71,7 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
 
 def _block_product(a: BlockScaled, b: BlockScaled, b_block: tuple[int, int]) -> torch.Tensor:
     """A B^T in FP32 by the module's equation; a [M, J] in 1x128, b [N, J] in `b_block`."""
-    if a.block != ROW_BLOCK or b.block != b_block:
+    if a.block != ROW_BLOCK or b.block != b_block or b_block not in (ROW_BLOCK, WEIGHT_BLOCK):
         raise ValueError(f"operands are in blocks {a.block} and {b.block}; this GEMM reads {ROW_BLOCK} and {b_block}")
     (m, j), (n, j_b) = a.shape, b.shape
     if j != j_b:

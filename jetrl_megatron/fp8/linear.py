@@ -71,7 +71,7 @@ class _Fp8Linear(torch.autograd.Function):
         keep: list[torch.Tensor] = []
         ctx.block = None
         if weight.requires_grad and saved is SavedActivation.fp8_dual:
-            x, x_t = kernels.quantize_dual(x_TK, **formats)
+            x, x_t = kernels.quantize_dual(x_TK, t_block=precision.x_t_block, **formats)
             keep, ctx.block = [x_t.data, x_t.scale], x_t.block
         else:
             x = kernels.quantize(x_TK, ROW_BLOCK, **formats)
@@ -166,12 +166,12 @@ def _quantize_grad(
 def _saved_transposed(
     kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, kernels: Kernels
 ) -> BlockScaled:
-    """X^T in blocks 1x128 along T, [K, T128], from what the forward kept."""
-    if precision.saved_activation is SavedActivation.fp8_dual:
-        return BlockScaled(kept[0], kept[1], block)
-    formats = {"dtype": E4M3, "scale_format": precision.scale_format}
-    x_TK = kept[0] if precision.saved_activation is SavedActivation.bf16 else BlockScaled(kept[0], kept[1], block).dequantize()
-    return kernels.quantize_dual(x_TK, **formats)[1]
+    """X^T in FP8, [K, T128], from what the forward kept."""
+    formats = {"scale_format": precision.scale_format, "t_block": precision.x_t_block}
+    if precision.saved_activation is SavedActivation.bf16:
+        return kernels.quantize_dual(kept[0], dtype=E4M3, **formats)[1]
+    saved = BlockScaled(kept[0], kept[1], block)
+    return saved if precision.saved_activation is SavedActivation.fp8_dual else kernels.requantize_transposed(saved, **formats)
 
 
 def _saved_bf16(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, num_toks: int) -> torch.Tensor:

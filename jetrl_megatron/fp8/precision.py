@@ -5,13 +5,26 @@ Left out: which layers stay BF16 by name (the layer spec reads `bf16_layers`), a
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 import torch
 
 from jetrl_megatron.config import GradFormat, LinearPrecision, PrecisionConfig, SavedActivation, ScaleFormat
+from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK
 
 Side = Literal["train", "rollout"]
+
+
+class WgradGranularity(Enum):
+    """How X^T is scaled for wgrad.
+
+    `groups`: 1x128 along T, FP32 sums added into main_grad by the GEMM (DeepGEMM 1D1D).
+    `blocks`: 128x128, a BF16 product added afterwards (1D2D).
+    """
+
+    groups = "groups"
+    blocks = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +37,7 @@ class GemmPrecision:
     wgrad: LinearPrecision = LinearPrecision.fp8
     grad_format: GradFormat = GradFormat.e4m3
     scale_format: ScaleFormat = ScaleFormat.fp32
+    wgrad_granularity: WgradGranularity = WgradGranularity.groups
 
     def __post_init__(self) -> None:
         """A BF16 linear has no FP8 part; raises ValueError that names the contradiction."""
@@ -36,6 +50,11 @@ class GemmPrecision:
     def grad_dtype(self) -> torch.dtype:
         """FP8 dtype of dY."""
         return torch.float8_e5m2 if self.grad_format is GradFormat.e5m2 else torch.float8_e4m3fn
+
+    @property
+    def x_t_block(self) -> tuple[int, int]:
+        """Block of the transposed copy of X that wgrad reads."""
+        return ROW_BLOCK if self.wgrad_granularity is WgradGranularity.groups else WEIGHT_BLOCK
 
     @classmethod
     def from_config(cls, config: PrecisionConfig, side: Side) -> "GemmPrecision":

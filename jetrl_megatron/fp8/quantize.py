@@ -75,18 +75,38 @@ def quantize(
 
 
 def quantize_dual(
-    x: torch.Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn, scale_format: ScaleFormat = ScaleFormat.fp32
+    x: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_format: ScaleFormat = ScaleFormat.fp32,
+    t_block: tuple[int, int] = ROW_BLOCK,
 ) -> tuple[BlockScaled, BlockScaled]:
     """Quantise x along its rows and, from the same BF16 values, along its columns.
 
-    x: [R, C]. Returns (x in blocks 1x128: codes [R, C]; x^T in blocks 1x128, stored transposed: codes [C, R128]), where R128 is R rounded
-    up to a multiple of 128 and the columns behind R are exact zero codes: they are the contraction axis of wgrad.
+    x: [R, C]. t_block: (1, 128), or (128, 128) for wgrad with `WgradGranularity.blocks`.
+    Returns (x in blocks 1x128: codes [R, C]; x^T in `t_block`, stored transposed: codes [C, R128]), where R128 is R rounded up to a
+    multiple of 128 and the columns behind R are exact zero codes: they are the contraction axis of wgrad.
     """
     check_input(x, dtype)
     padding = num_blocks(x.shape[0], GROUP) * GROUP - x.shape[0]
     x_t = F.pad(x.detach(), (0, 0, 0, padding)).t()
     row_wise = quantize(x, ROW_BLOCK, dtype=dtype, scale_format=scale_format)
-    return row_wise, quantize(x_t, ROW_BLOCK, dtype=dtype, scale_format=scale_format)
+    return row_wise, quantize(x_t, t_block, dtype=dtype, scale_format=scale_format)
+
+
+def quantize_weight(
+    w: torch.Tensor, *, scale_format: ScaleFormat = ScaleFormat.fp32, with_transpose: bool = True
+) -> tuple[BlockScaled, BlockScaled | None]:
+    """w [N, K] in 128x128 blocks, and the byte transpose of that [K, N], or None where it is not wanted."""
+    codes = quantize(w, WEIGHT_BLOCK, scale_format=scale_format)
+    return codes, codes.transpose() if with_transpose else None
+
+
+def requantize_transposed(
+    x: BlockScaled, *, scale_format: ScaleFormat = ScaleFormat.fp32, t_block: tuple[int, int] = ROW_BLOCK
+) -> BlockScaled:
+    """x^T in `t_block`, [C, R128], from the FP32 values of an FP8 x: the double rounding of `SavedActivation.fp8_requant`."""
+    return quantize_dual(x.dequantize(), dtype=x.data.dtype, scale_format=scale_format, t_block=t_block)[1]
 
 
 def check_input(x: torch.Tensor, dtype: torch.dtype) -> None:

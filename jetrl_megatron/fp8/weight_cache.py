@@ -20,7 +20,6 @@ import torch
 from jetrl_megatron.config import Backend, ScaleFormat
 from jetrl_megatron.fp8.backend import kernels_of
 from jetrl_megatron.fp8.block_scaled import BlockScaled
-from jetrl_megatron.fp8.quantize import WEIGHT_BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +89,9 @@ class WeightCache:
         """Quantise every registered parameter once, into the same buffers as before; returns the new version."""
         for entry in self._entries.values():
             source = entry.param if entry.row_order is None else entry.param.index_select(0, entry.row_order)
-            fresh = self._kernels.quantize(source.detach(), WEIGHT_BLOCK, dtype=torch.float8_e4m3fn, scale_format=self.scale_format)
-            fresh_t = self._kernels.transpose(fresh) if self.keep_transposed else None
+            fresh, fresh_t = self._kernels.quantize_weight(
+                source.detach(), scale_format=self.scale_format, with_transpose=self.keep_transposed
+            )
             if entry.cached is None:
                 entry.cached = QuantizedWeight(fresh, fresh_t)
             else:

@@ -81,7 +81,7 @@ def test_b7_an_operand_in_the_other_orientation_is_refused():
     with pytest.raises(ValueError, match="blocks"):
         fprop(quantize(x, (128, 1)), qw)
     with pytest.raises(ValueError, match="blocks"):
-        wgrad(qx, qw)
+        wgrad(qw, qx)
 
 
 def test_nan_in_one_token_poisons_its_row_only():

@@ -1,0 +1,59 @@
+"""Quantisers fused with the operation before them: RMSNorm and SwiGLU.
+
+Enters: BF16 inputs of the norm or of the activation. Leaves: the FP8 operands of the next linear layer, and the rstd that norm's backward
+needs. The BF16 result never goes to memory: for [R, C] this saves 4 bytes an element of traffic.
+Invariant: the codes are those of quantising the BF16 values that the unfused operation gives (triton_source.py has the roundings).
+Left out: the backward of norm and SwiGLU (actor/), which reads the inputs again.
+
+Legend: R rows, C columns of the quantised matrix.
+"""
+
+import torch
+
+from jetrl_megatron.config import ScaleFormat
+from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.triton_cast import contiguous_rows
+from jetrl_megatron.fp8.triton_quantize import GROUPED, quantize_rows, quantize_tiles
+from jetrl_megatron.fp8.triton_source import NORM, SWIGLU, Source, rstd_kernel
+
+E4M3 = torch.float8_e4m3fn
+RSTD_BLOCK = 1024
+
+
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, dual: bool = True, scale_format: ScaleFormat = ScaleFormat.fp32
+) -> tuple[BlockScaled, BlockScaled | None, torch.Tensor]:
+    """Quantise RMSNorm(x).
+
+    x: [R, C] bfloat16. weight: [C] bfloat16. eps: added to the mean square. dual: whether the transposed copy is wanted.
+    Returns (row-wise 1x128 [R, C], transposed [C, R128] or None, rstd [R, 1] float32). Raises ValueError on other shapes or dtypes.
+    """
+    if x.dim() != 2 or weight.shape != (x.shape[1],) or x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}; need bfloat16 [R, C] and [C]")
+    x = contiguous_rows(x)
+    rstd = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    if x.numel():
+        rstd_kernel[(x.shape[0],)](x, rstd, x.stride(0), eps, COLS=x.shape[1], BLOCK=RSTD_BLOCK)
+    source = Source(NORM, x, x.shape[1], rstd, weight.detach())
+    return (*_both(source, dual, scale_format), rstd)
+
+
+def swiglu_quantize(
+    gate_up: torch.Tensor, *, dual: bool = True, scale_format: ScaleFormat = ScaleFormat.fp32
+) -> tuple[BlockScaled, BlockScaled | None]:
+    """Quantise silu(gate) * up.
+
+    gate_up: [R, 2C] bfloat16, gate in the first C columns. dual: whether the transposed copy is wanted.
+    Returns (row-wise 1x128 [R, C], transposed [C, R128] or None). Raises ValueError on another shape or dtype.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype is not torch.bfloat16:
+        raise ValueError(f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}; need bfloat16 [R, 2C]")
+    gate_up = contiguous_rows(gate_up)
+    return _both(Source(SWIGLU, gate_up, gate_up.shape[1] // 2), dual, scale_format)
+
+
+def _both(source: Source, dual: bool, scale_format: ScaleFormat) -> tuple[BlockScaled, BlockScaled | None]:
+    if not dual:
+        return quantize_rows(source, dtype=E4M3, scale_format=scale_format), None
+    row_wise, transposed = quantize_tiles(source, GROUPED, GROUPED, dtype=E4M3, scale_format=scale_format)
+    return row_wise, transposed

@@ -1,0 +1,104 @@
+"""The Triton quantisers against the reference, byte for byte; on a CPU in Triton's interpreter (TRITON_INTERPRET=1, set here)."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from jetrl_megatron.config import ScaleFormat  # noqa: E402
+from jetrl_megatron.fp8 import BlockScaled, triton_quantize  # noqa: E402
+from jetrl_megatron.fp8.quantize import quantize, quantize_dual, quantize_weight  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = [(torch.float8_e4m3fn, ScaleFormat.fp32), (torch.float8_e4m3fn, ScaleFormat.ue8m0), (torch.float8_e5m2, ScaleFormat.fp32)]
+SHAPES = [(128, 128), (1, 128), (3, 256), (130, 256), (129, 200), (256, 100)]
+
+
+def on_cpu(q: BlockScaled) -> BlockScaled:
+    return BlockScaled(q.data.cpu(), q.scale.cpu(), q.block)
+
+
+def matrix(shape: tuple[int, int], kind: str = "normal") -> torch.Tensor:
+    g = torch.Generator().manual_seed(shape[0] * 7 + shape[1])
+    x = torch.randn(shape, generator=g)
+    if kind == "wide":
+        x = x * torch.exp(6 * torch.randn(shape, generator=g))
+    x[0] = 0
+    x[0, ::2] = -0.0
+    if kind == "nonfinite":
+        x[-1, -1], x[0, 0], x[-1, 1] = float("nan"), float("inf"), -float("inf")
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "nonfinite"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_quantiser_writes_the_bytes_of_the_reference(shape, kind):
+    x = matrix(shape, kind)
+    for dtype, scale_format in FORMATS:
+        f = {"dtype": dtype, "scale_format": scale_format}
+        for block in ((1, 128), (128, 128)):
+            assert on_cpu(triton_quantize.quantize(x.to(DEVICE), block, **f)).same_bytes(quantize(x, block, **f)), (block, f)
+        row_wise, transposed = map(on_cpu, triton_quantize.quantize_dual(x.to(DEVICE), **f))
+        expected = quantize_dual(x, **f)
+        assert row_wise.same_bytes(expected[0]) and transposed.same_bytes(expected[1]), f
+        blocked = on_cpu(triton_quantize.quantize_dual(x.to(DEVICE), t_block=(128, 128), **f)[1])
+        padded = torch.zeros((shape[0] + 127) // 128 * 128, shape[1], dtype=x.dtype)
+        padded[: shape[0]] = x
+        assert blocked.same_bytes(quantize(padded.t(), (128, 128), **f)), f
+
+
+def test_fp32_input_and_strided_input():
+    x = matrix((130, 256)).float() * 1.1
+    for source in (x, x.t(), x[:, 3:250], x.bfloat16().t()):
+        assert on_cpu(triton_quantize.quantize(source.to(DEVICE), (1, 128))).same_bytes(quantize(source, (1, 128)))
+        assert on_cpu(triton_quantize.quantize_dual(source.to(DEVICE))[1]).same_bytes(quantize_dual(source)[1])
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (250, 256)])
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+def test_b7_weight_and_its_byte_transpose_in_one_read(shape, scale_format):
+    w = torch.cat([matrix(shape), 50 * matrix(shape)], dim=1)
+    expected = quantize_weight(w, scale_format=scale_format)
+    got = triton_quantize.quantize_weight(w.to(DEVICE), scale_format=scale_format)
+    assert on_cpu(got[0]).same_bytes(expected[0]) and on_cpu(got[1]).same_bytes(expected[1])
+    assert triton_quantize.quantize_weight(w.to(DEVICE), with_transpose=False)[1] is None
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (250, 256), (1, 1), (100, 130)])
+def test_byte_transpose(shape):
+    q = quantize(matrix(shape), (128, 128))
+    moved = triton_quantize.transpose(BlockScaled(q.data.to(DEVICE), q.scale.to(DEVICE), q.block))
+    assert on_cpu(moved).same_bytes(q.transpose())
+
+
+def test_requantise_equals_dequantise_then_quantise():
+    x = matrix((200, 256), "wide")
+    row_wise = triton_quantize.quantize(x.to(DEVICE), (1, 128))
+    got = on_cpu(triton_quantize.requantize_transposed(row_wise))
+    assert got.same_bytes(quantize_dual(on_cpu(row_wise).dequantize())[1])
+
+
+def test_b8_scales_are_column_major_with_a_leading_stride_of_a_multiple_of_4_and_zero_rounding():
+    for rows in (1, 3, 5, 65, 129):
+        scale = triton_quantize.quantize(matrix((rows, 256)).to(DEVICE), (1, 128)).scale
+        leading = (rows + 3) // 4 * 4
+        assert scale.stride() == (1, leading)
+        whole = torch.as_strided(scale, (leading, 2), (1, leading))
+        assert torch.equal(whole[rows:].cpu(), torch.zeros(leading - rows, 2))
+
+
+def test_b9_empty_input_launches_nothing():
+    for shape in ((0, 256), (5, 0)):
+        x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+        row_wise, transposed = triton_quantize.quantize_dual(x)
+        assert row_wise.shape == shape and transposed.shape == (shape[1], (shape[0] + 127) // 128 * 128)
+        assert triton_quantize.quantize(x, (128, 128)).shape == shape
+
+
+def test_another_block_is_refused():
+    with pytest.raises(ValueError, match="128, 1"):
+        triton_quantize.quantize(matrix((128, 128)).to(DEVICE), (128, 1))
