@@ -1,8 +1,8 @@
 """The synthetic task: two-operand additions, `37+58=` with the answer `95`; learnable from nothing by a tiny model.
 
 Enters: a name, `arithmetic` or `arithmetic-<d>digit` (d from 1 to 6, 2 when left out), and the split `train` or `test`. Leaves: rows,
-always the same. Operands have up to d digits. One problem in ten, chosen by a hash of its text, is in `test`, so the splits are disjoint whatever
-their size. With d of 1 or 2 every pair of operands occurs; above that, 20,000 pairs are drawn.
+always the same. Operands have up to d digits. About one problem in ten, chosen by a hash of its text, is in `test`, so the splits are
+disjoint whatever their size. With d of 1 or 2 every pair of operands occurs; above that, 20,000 pairs are drawn.
 """
 
 import hashlib

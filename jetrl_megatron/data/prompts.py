@@ -89,7 +89,8 @@ def make_prompt(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row, p
 
     `data.instruction` follows the question on its own line. `chat` renders the tokenizer's template, which writes its own special tokens;
     `plain` puts the question into `data.plain_template` and lets the tokenizer add what it adds to any text (a beginning-of-sequence
-    token, but no end). Raises ValueError when the template is missing or has no `{question}`.
+    token, but no end). Raises ValueError when the tokenizer has no chat template, or for a system prompt that `plain` has no place
+    for.
     """
     question = f"{row.question}\n{cfg.instruction}" if cfg.instruction else row.question
     if cfg.format is PromptFormat.chat:
@@ -100,8 +101,6 @@ def make_prompt(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, row: Row, p
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(text, add_special_tokens=False)
     else:
-        if "{question}" not in cfg.plain_template:
-            raise ValueError(f"data.plain_template is {cfg.plain_template!r}; it must hold {{question}}")
         if cfg.system_prompt:
             raise ValueError("data.system_prompt needs data.format=chat; with data.format=plain write it into data.plain_template")
         text = cfg.plain_template.replace("{question}", question)

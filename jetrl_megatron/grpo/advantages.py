@@ -52,25 +52,18 @@ def group_advantages(rewards: Sequence[float], group_ids: Sequence[str], std_nor
 def overlong_penalty(num_toks: int, max_new_toks: int, buffer_toks: int) -> float:
     """Return the length penalty of one completion: 0 up to `max_new_toks - buffer_toks`, then falling linearly to -1 at the limit.
 
-    num_toks: tokens of the completion. With a buffer of 0 only a completion of the full length gets -1. Source: DAPO, equation 13.
+    num_toks: tokens of the completion. Source: DAPO, equation 13.
     """
-    if not 0 <= buffer_toks <= max_new_toks:
-        raise ValueError(f"grpo.overlong_buffer_toks is {buffer_toks}; it must lie between 0 and rollout.max_new_toks {max_new_toks}")
+    if not 1 <= buffer_toks <= max_new_toks:
+        raise ValueError(f"grpo.overlong_buffer_toks is {buffer_toks}; it must lie between 1 and rollout.max_new_toks {max_new_toks}")
     assert 0 <= num_toks <= max_new_toks, (num_toks, max_new_toks)
-    if buffer_toks == 0:
-        return -1.0 if num_toks == max_new_toks else 0.0
     return min((max_new_toks - buffer_toks - num_toks) / buffer_toks, 0.0)
 
 
 def shaped_rewards(rewards: Sequence[float], completions: Sequence[Completion], cfg: GrpoConfig, max_new_toks: int) -> list[float]:
-    """Return the rewards that advantages are computed from: those given, plus the length penalty under `overlong: penalty`.
-
-    With a buffer of 0 the finish reason decides and not the length (fault D4: an end-of-sequence token may be the very last one).
-    """
+    """Return the rewards that advantages are computed from: those given, plus the length penalty under `overlong: penalty`."""
     if cfg.overlong is not Overlong.penalty:
         return [float(reward) for reward in rewards]
-    if cfg.overlong_buffer_toks == 0:
-        return [r - 1.0 if c.finish_reason == "length" else float(r) for r, c in zip(rewards, completions, strict=True)]
     pairs = zip(rewards, completions, strict=True)
     return [r + overlong_penalty(len(c.token_ids), max_new_toks, cfg.overlong_buffer_toks) for r, c in pairs]
 

@@ -140,7 +140,7 @@ def plain_number(text: str) -> Number | None:
     whole = int(g["whole"] or g["latex_whole"] or 0)
     top, bottom = g["mixed_top"] or g["top"] or g["latex_top"], g["mixed_bottom"] or g["bottom"] or g["latex_bottom"]
     if g["short"]:
-        top, bottom = g["short"]
+        top, bottom = g["short"][0], g["short"][1]
     if Fraction(bottom) == 0:
         return None
     return Number(value=sign * (whole + Fraction(top) / Fraction(bottom)))

@@ -65,7 +65,8 @@ def split_minibatches(num_samples: int, minibatches: int) -> list[list[int]]:
 
 def _fill(lengths: Sequence[int], num_bins: int, limit: int) -> list[list[int]] | None:
     """Longest first into the emptiest bin; None when one does not fit. Bins come back fullest first."""
-    loads, bins = [0] * num_bins, [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         target = min(range(num_bins), key=lambda b: (loads[b], b))
         if loads[target] + lengths[index] > limit:

@@ -1,8 +1,8 @@
 """The process that scores: one sample at a time, told to die by signal when it overruns, never imports torch.
 
 Started by `worker_pool.py` as `python -m jetrl_megatron.grpo.reward_worker FD`; FD is one end of a socket pair. Messages are JSON both
-ways: in `{"kind": "score"|"gold", "text", "answer"}`, out `{"status", "value", "detail"}`. The first message in is the configuration, the first
-out says `ready` or `failed` with the reason.
+ways: in `{"kind": "score"|"gold", "text", "answer"}`, out `{"status", "value", "detail", "leaving"}`. The first message in is the
+configuration, the first out says `ready` or `failed` with the reason.
 
 Bounds. Memory: the address space may grow by `memory_mb` above its size after the imports (RLIMIT_AS), so an allocation beyond it
 fails; the worker then reports `memory` and exits, and so it does, after a good answer, once it has kept half of that growth: each

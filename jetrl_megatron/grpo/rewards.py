@@ -7,8 +7,9 @@ Left out: shaping of rewards by length (`advantages.py`).
 """
 
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -45,6 +46,7 @@ _COUNTED = {
     "crash": "crashes",
     "memory": "out_of_memory",
     "error": "errors",
+    "open_think": "open_think",
     Verdict.answer_unparseable.value: "unparseable",
     Verdict.gold_unparseable.value: "gold_unparseable",
 }
@@ -53,7 +55,8 @@ _COUNTED = {
 class RewardPool:
     """Scores completions in killable worker processes; a context manager, usable from any thread.
 
-    cfg: `function` is `math` or `package.module:function`, called in the workers as f(completion text, answer) -> float.
+    cfg: `function` is `math` or `package.module:function`, called in the workers as f(completion text, answer) -> float, with the whole
+    text; under `require_closed_think` a text whose reasoning never ended scores 0 without a call.
     Raises ValueError when the function cannot be imported or a bound is not positive.
     """
 
@@ -64,7 +67,8 @@ class RewardPool:
                 raise ValueError(f"reward.{name} is {getattr(cfg, name)}; it must be above 0")
         self.cfg = cfg
         self.counters = RewardCounters()
-        self._pool = WorkerPool(cfg.workers, {"function": cfg.function, "timeout_s": cfg.timeout_s, "memory_mb": cfg.memory_mb})
+        self._pool = WorkerPool(cfg.workers, cfg.timeout_s, {"function": cfg.function, "memory_mb": cfg.memory_mb})
+        self._counting = threading.Lock()
 
     def score(self, texts: Sequence[str], answers: Sequence[str]) -> list[float]:
         """Return one score a sample, in order.
@@ -126,15 +130,13 @@ class RewardPool:
         return Outcome(status=verdict.value, value=float(verdict is Verdict.equal))
 
     def _count(self, outcomes: dict[int, Outcome]) -> None:
-        self.counters.scored += len(outcomes)
-        names = {field.name for field in fields(RewardCounters)}
-        failures = []
-        for outcome in outcomes.values():
-            name = _COUNTED.get(outcome.status, outcome.status)
-            if name in names:
-                setattr(self.counters, name, getattr(self.counters, name) + 1)
-            if outcome.status == "error":
-                failures.append(outcome.detail)
+        failures = [outcome.detail for outcome in outcomes.values() if outcome.status == "error"]
+        with self._counting:
+            self.counters.scored += len(outcomes)
+            for outcome in outcomes.values():
+                name = _COUNTED.get(outcome.status)
+                if name:
+                    setattr(self.counters, name, getattr(self.counters, name) + 1)
         if failures:
             _LOG.warning(
                 "reward.function %s failed on %d of %d samples; first:\n%s", self.cfg.function, len(failures), len(outcomes), failures[0]

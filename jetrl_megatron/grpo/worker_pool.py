@@ -70,17 +70,17 @@ class _Worker:
 class WorkerPool:
     """A fixed number of worker processes, each replaced when it dies or is killed.
 
-    config: what the workers get as their first message: `function`, `timeout_s`, `memory_mb`. Raises ValueError when the workers
-    cannot load their function, with the reason, and RuntimeError when they cannot start.
+    config: what the workers get as their first message: `function`, `memory_mb`. timeout_s: wall clock of one task. Raises ValueError
+    when the workers cannot load their function, with the reason, and RuntimeError when they cannot start.
     """
 
-    def __init__(self, num_workers: int, config: Mapping[str, object]) -> None:
+    def __init__(self, num_workers: int, timeout_s: float, config: Mapping[str, object]) -> None:
         """Start all workers and wait until each has imported what it needs."""
-        self._config, self._timeout_s = config, float(config["timeout_s"])
+        self._config, self._timeout_s = {**config, "timeout_s": timeout_s}, timeout_s
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
         try:
-            self._workers.extend(_Worker(config) for _ in range(num_workers))
+            self._workers.extend(_Worker(self._config) for _ in range(num_workers))
             for worker in self._workers:
                 if not worker.connection.poll(max(worker.deadline - time.monotonic(), 0.0)):
                     raise RuntimeError(f"a reward worker did not start within {START_TIMEOUT_S} s")
