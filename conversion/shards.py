@@ -4,12 +4,12 @@ Enters: architecture, layout, and the set of FP8 linears. Leaves: a list of `Sto
 of a vector, which has one column), columns count input features. A block-FP8 stored tensor `X.weight` has its scales beside it in
 `X.weight_scale_inv`, FP32 [ceil(rows / 128), ceil(columns / 128)].
 
-FP8 weights of a Megatron rank are kept as the separate matrices that are quantised, `linear_qkv.q.weight`, `.k.weight`, `.v.weight`,
-`linear_fc1.gate.weight`, `.up.weight`: with head_dim 64 the pieces of a fused, group-major weight are smaller than a block.
+A Megatron rank's fused QKV is group-major, [q..q k v] for each kv head. In FP8 with a head_dim that is no multiple of 128 pieces of it
+would be smaller than a block: then its rows are [q | k | v], as the actor's weight cache and vLLM order them, so that q, k and v are
+whole blocks of their own. On legal layouts this is bit-identical to quantising q, k and v as three matrices.
 Left out: how a plan is made of two descriptions (`plan`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from conversion.architecture import ModelArchitecture
@@ -92,37 +92,27 @@ def megatron_tensors(arch: ModelArchitecture, layout: ParallelLayout, fp8: froze
     for (pp, vp), layers in sorted(stage_layers(arch, layout).items()):
         first, last = (pp, vp) == (0, 0), (pp, vp) == (layout.pp - 1, layout.vpp - 1)
         for rule in chunk_rules(arch, layers, first, last):
-            per_rank = [list(_cut(arch, layout, rule, tp, fp8)) for tp in range(layout.tp)]
-            for parts in zip(*per_rank, strict=True):
-                tensors += [
-                    StoredTensor(rank_key(pp, tp, vp), name, shape, pieces, is_fp8)
-                    for tp, (name, shape, pieces, is_fp8) in enumerate(parts)
-                ]
+            tensors += [StoredTensor(rank_key(pp, tp, vp), *_cut(arch, layout, rule, tp, fp8)) for tp in range(layout.tp)]
     return tensors
 
 
 _Part = tuple[str, tuple[int, ...], tuple[Piece, ...], bool]
 
 
-def _cut(arch: ModelArchitecture, layout: ParallelLayout, rule: NameRule, tp: int, fp8: frozenset[str]) -> Iterator[_Part]:
-    """Yield name, shape, pieces and precision of what TP rank `tp` stores for one rule."""
+def _cut(arch: ModelArchitecture, layout: ParallelLayout, rule: NameRule, tp: int, fp8: frozenset[str]) -> _Part:
+    """Return name, shape, pieces and precision of what TP rank `tp` stores for one rule."""
     shapes = [canonical_shape(arch, name) for name in rule.hf]
     is_fp8 = rule.hf[0].removesuffix(".weight") in fp8
     if rule.cut is Cut.whole:
-        yield rule.megatron, shapes[0], (_whole(rule.hf[0], shapes[0]),), is_fp8
-    elif rule.cut is Cut.vocab:
-        yield rule.megatron, *_vocab_rows(arch, layout, rule.hf[0], tp), False
-    elif rule.cut is Cut.row_parallel:
+        return rule.megatron, shapes[0], (_whole(rule.hf[0], shapes[0]),), is_fp8
+    if rule.cut is Cut.vocab:
+        return rule.megatron, *_vocab_rows(arch, layout, rule.hf[0], tp), False
+    if rule.cut is Cut.row_parallel:
         axis = 1 if layout.row_parallel == "k_split" else 0
-        yield rule.megatron, *_slice(rule.hf[0], shapes[0], axis, tp, layout.tp), is_fp8
-    elif is_fp8:
-        stem = rule.megatron.removesuffix(".weight")
-        for part, name, shape in zip(("q", "k", "v") if rule.cut is Cut.qkv else ("gate", "up"), rule.hf, shapes, strict=True):
-            yield f"{stem}.{part}.weight", *_slice(name, shape, 0, tp, layout.tp), True
-    elif rule.cut is Cut.qkv:
-        yield rule.megatron, *_group_major(arch, layout, rule, shapes[0], tp), False
-    else:
-        yield rule.megatron, *_stack([_slice(n, s, 0, tp, layout.tp) for n, s in zip(rule.hf, shapes, strict=True)]), False
+        return rule.megatron, *_slice(rule.hf[0], shapes[0], axis, tp, layout.tp), is_fp8
+    if rule.cut is Cut.qkv and not (is_fp8 and arch.head_dim % BLOCK):
+        return rule.megatron, *_group_major(arch, layout, rule, shapes[0], tp), is_fp8
+    return rule.megatron, *_stack([_slice(n, s, 0, tp, layout.tp) for n, s in zip(rule.hf, shapes, strict=True)]), is_fp8
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Piece:
