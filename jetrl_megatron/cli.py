@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from jetrl_megatron.config import Recipe
+from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.local_launch import die_with_launcher, launch, slurm_rank, under_launcher
 
@@ -37,6 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--data", action="append", required=True, metavar="NAME_OR_FILE", help="may be given several times")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object for each data set")
     evaluate.set_defaults(call=_evaluate)
+
+    bench = commands.add_parser("bench", help="timings against BF16 and other libraries, each checked first", add_help=False)
+    bench.set_defaults(call=_bench)
     return parser
 
 
@@ -59,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse a command line; `key=value` words may stand anywhere behind the command."""
     parser = build_parser()
+    if words[:1] == ["bench"]:  # its options are its own
+        return parser.parse_args(words[:1])
     args, rest = parser.parse_known_args(words)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
     if strange:
@@ -85,6 +91,7 @@ def _train(args: argparse.Namespace, words: list[str]) -> int:
         from jetrl_megatron.train import train
 
         return train(recipe, ["jetrl", *words], json_lines=args.json)
+    check_recipe_layout(recipe)
     num_processes = count_processes(recipe, args.nproc)
     return launch([sys.executable, "-m", "jetrl_megatron.cli", *words], num_processes, recipe.run.grace_s)
 
@@ -113,6 +120,12 @@ def _evaluate(args: argparse.Namespace, words: list[str]) -> int:
     from jetrl_megatron.evaluate import main as evaluate
 
     return evaluate(args)
+
+
+def _bench(args: argparse.Namespace, words: list[str]) -> int:
+    from jetrl_megatron.bench.__main__ import main as bench
+
+    return bench(words[1:])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Enters: nothing (`load.py` fills these from YAML and `key=value`). Leaves: `Recipe`; each stage takes only its own part of it. The sections
 that say what is learned are in `config_rl.py`, the words to choose between in `choices.py`, and all of them are importable from here.
-Each rule between fields lives in the dataclass that owns the fields; rules that need the model's dimensions live in `conversion/layout.py`.
+Each rule between fields lives in the dataclass that owns the fields; rules that need the model's dimensions live in `layout.py`.
 Left out: anything measured at run time.
 """
 

@@ -48,6 +48,7 @@ def test_the_runs_own_code_is_passed_on(worker):
         (["train", TINY, "run.stepz=7"], "unknown key 'run.stepz'"),
         (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
         (["train", TINY, "parallel.tp=0"], "parallel.tp is 0"),
+        (["train", TINY, "parallel.tp=4"], "TP degrees that work: 1, 2"),
     ],
 )
 def test_a_bad_recipe_is_two_and_one_line(capsys, words, message):
@@ -92,3 +93,13 @@ def test_number_of_processes(monkeypatch):
 def test_the_command_line_starts_without_torch():
     code = "import sys, jetrl_megatron.cli; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False False\n"
+
+
+def test_bench_gets_its_own_words(monkeypatch):
+    got = []
+    module = types.ModuleType("jetrl_megatron.bench.__main__")
+    module.main = lambda words: got.extend(words) or 0
+    monkeypatch.setitem(sys.modules, "jetrl_megatron.bench", types.ModuleType("jetrl_megatron.bench"))
+    monkeypatch.setitem(sys.modules, "jetrl_megatron.bench.__main__", module)
+    assert cli.main(["bench", "quant", "--json", "x.jsonl"]) == 0
+    assert got == ["quant", "--json", "x.jsonl"]

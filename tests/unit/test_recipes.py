@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from conversion.architecture import ModelArchitecture
 from jetrl_megatron.config import Recipe
+from jetrl_megatron.data.sources import parse_source
+from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import _flatten, flat_recipe, load_recipe, schema
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -102,3 +105,44 @@ def test_paper_settings():
     assert [recipe[key] for key in keys] == [1e-6, 1e-3, 256, 4, 8192]
     recipe = flat("grpo-qwen3-8b-deepmath-1n8g-tp1pp1-jetrl")
     assert [recipe[key] for key in keys] == [1e-6, 1e-3, 256, 16, 16384]
+
+
+@pytest.mark.parametrize("stem", [stem for stem in RUNNABLE if stem.endswith("-jetrl") and "smollm2" not in stem])
+def test_every_data_set_is_known_by_its_name(stem):
+    recipe = flat(stem)
+    assert [parse_source(name, evaluating=False).path for name in recipe["data.train"]] == [None] * len(recipe["data.train"])
+    assert [parse_source(name, evaluating=True).split for name in recipe["data.eval"]] != []
+
+
+PUBLISHED = {  # layers, hidden, query heads, kv heads, ffn: from each model's config.json; head_dim is 128
+    "Qwen3-8B-Base": ("qwen3", 36, 4096, 32, 8, 12288),
+    "Qwen3-14B-Base": ("qwen3", 40, 5120, 40, 8, 17408),
+    "Qwen3-32B": ("qwen3", 64, 5120, 64, 8, 25600),
+    "Qwen2.5-7B": ("qwen2", 28, 3584, 28, 4, 18944),
+    "Llama-3.1-8B": ("llama", 32, 4096, 32, 8, 14336),
+    "Llama-3.1-70B": ("llama", 80, 8192, 64, 8, 28672),
+}
+
+
+def published(path: str) -> ModelArchitecture:
+    family, layers, hidden, heads, kv_heads, ffn = PUBLISHED[Path(path).name]
+    config = {"model_type": family, "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    config |= {"num_key_value_heads": kv_heads, "head_dim": 128, "intermediate_size": ffn, "vocab_size": 1000}
+    return ModelArchitecture.from_hf_config(config)
+
+
+@pytest.mark.parametrize("stem", [stem for stem in RUNNABLE if "smollm2" not in stem])
+def test_layout_is_legal_for_the_model(stem, monkeypatch):
+    monkeypatch.setattr(ModelArchitecture, "from_hf_directory", staticmethod(published))
+    check_recipe_layout(load_recipe(RECIPES / f"{stem}.yaml"))
+
+
+def test_an_illegal_layout_names_the_keys_the_limit_and_what_works():
+    tiny = RECIPES / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml"
+    message = r"parallel.tp=4, .*precision.arm=jetrl with model.synthetic: tp=4 is illegal .*TP degrees that work: 1, 2$"
+    with pytest.raises(ValueError, match=message):
+        check_recipe_layout(load_recipe(tiny, ["parallel.tp=4"]))
+    with pytest.raises(ValueError, match=r"parallel.pp=4.*2 layers"):
+        check_recipe_layout(load_recipe(tiny, ["parallel.pp=4"]))
+    with pytest.raises(ValueError, match=r"nowhere/config.json does not exist"):
+        check_recipe_layout(load_recipe(tiny, ["model.path=nowhere"]))
