@@ -1,0 +1,8 @@
+"""The parts of one run, behind `train.py`, in the order the data flows.
+
+- `synthetic_model`: a random-weight HF directory, for runs that name no checkpoint.
+- `setup`: recipe -> ranks, run directory, tokenizer, prompts, actor, engine, rewards: one `Session`.
+- `warm_start`: the short supervised run before step 0. `replicas`: sharing plain values over data-parallel and model-parallel ranks.
+- `collect`: prompts -> completions -> rewards, with dynamic sampling. `learn`: samples -> log-probs -> optimizer steps -> metrics.
+- `persist`: checkpoints of a session and the HF export. `held_out`: evaluation on prompts that are not trained on.
+"""

@@ -1,0 +1,89 @@
+"""Prompts to scored completions: one rollout batch, equal on every rank, in an order that timing cannot change.
+
+Enters: the session at a step. Leaves: completions and rewards of whole groups. Each data-parallel replica draws its share of the prompts;
+its leader scores them; then everybody holds everything. Dynamic sampling replaces groups without spread by fresh prompts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
+from jetrl_megatron.grpo.advantages import groups_with_spread
+from jetrl_megatron.grpo.rewards import with_open_think
+from jetrl_megatron.loop.replicas import from_leader, gather_replicas
+from jetrl_megatron.loop.setup import Session
+from jetrl_megatron.rollout.engine import Request
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """Scored completions, group after group."""
+
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    completions: list[Completion] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    def add(self, prompts: Sequence[Prompt], scored: Sequence[tuple[Completion, float]]) -> None:
+        """Append groups."""
+        self.prompts.update({p.id: p for p in prompts})
+        self.completions += [c for c, _ in scored]
+        self.rewards += [r for _, r in scored]
+
+    def only(self, ids: set[str]) -> "Rollouts":
+        """Return the groups of these prompts, order kept."""
+        kept = Rollouts()
+        pairs = [(c, r) for c, r in zip(self.completions, self.rewards, strict=True) if c.prompt_id in ids]
+        kept.add([p for i, p in self.prompts.items() if i in ids], pairs)
+        return kept
+
+
+def score(session: Session, requests: Sequence[Request], completions: Sequence[Completion]) -> list[float]:
+    """Return one reward a completion, scored by the replica's leader and known to its whole replica."""
+    rewards = None
+    if session.rewards is not None:
+        texts = session.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
+        opened = [with_open_think(r.prompt.text, text) for r, text in zip(requests, texts, strict=True)]
+        rewards = session.rewards.score(opened, [r.prompt.answer for r in requests])
+    return list(from_leader(rewards))
+
+
+def draw_and_score(
+    session: Session, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
+) -> list[tuple[Completion, float]]:
+    """Draw `num_samples` completions a prompt over all replicas and score them; returns pairs, prompt after prompt, sample after sample."""
+    dp, dp_rank = session.ranks.dp, session.ranks.dp_rank
+    mine = [Request(prompt=p, sample_index=j) for p in prompts[dp_rank::dp] for j in range(num_samples)]
+    with session.phases("rollout"):
+        completions = session.engine.generate(mine, params, seed=seed)
+    with session.phases("reward"):
+        rewards = score(session, mine, completions)
+        shares = gather_replicas(list(zip(completions, rewards, strict=True)))
+    place = {p.id: i for i, p in enumerate(prompts)}
+    return sorted((pair for share in shares for pair in share), key=lambda pair: (place[pair[0].prompt_id], pair[0].sample_index))
+
+
+def collect(session: Session, step: int) -> Rollouts:
+    """Return the rollout batch of `step` (from 1), drawing groups anew where dynamic sampling asks for it."""
+    cfg = session.recipe
+    wanted = cfg.rollout.prompts_per_step
+    rounds = cfg.grpo.dynamic_max_rounds if cfg.grpo.dynamic_sampling else 0
+    kept = Rollouts()
+    for attempt in range(rounds + 1):
+        indices = session.order.take(wanted - len(kept.prompts))
+        prompts = [session.train_prompts.prompts[i] for i in indices]
+        prompts = [p for p in dict.fromkeys(prompts) if p.id not in kept.prompts]
+        scored = draw_and_score(session, prompts, cfg.rollout.group_size, session.sampling(), draw_seed(cfg.run.seed, step, attempt))
+        fresh = Rollouts()
+        fresh.add(prompts, scored)
+        spread = groups_with_spread(fresh.rewards, [c.prompt_id for c in fresh.completions])
+        # The last round keeps what it got: groups without spread have advantage 0.
+        usable = fresh if attempt == rounds else fresh.only(spread)
+        kept.add(list(usable.prompts.values()), list(zip(usable.completions, usable.rewards, strict=True)))
+        if len(kept.prompts) >= wanted:
+            break
+    return kept
+
+
+def draw_seed(run_seed: int, step: int, attempt: int = 0) -> int:
+    """Return the seed of one round of draws: a function of run, step and round, so that a resumed step draws what the lost one drew."""
+    return (run_seed * 1_000_003 + step) * 64 + attempt

@@ -1,0 +1,96 @@
+"""Samples to optimizer steps and the numbers of the step.
+
+Enters: samples of one rollout batch, equal on every rank. Leaves: updated weights, quantised, and the step's metrics. The mismatch is measured on
+what training really computes: the actor's own forward over the packed batch, against the log-probs that came with the rollout.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from jetrl_megatron.contracts import Sample, TrainBatch
+from jetrl_megatron.grpo.batch import build_train_batch, token_weights, unpack_per_position
+from jetrl_megatron.grpo.loss import metrics_from_sums, policy_loss
+from jetrl_megatron.grpo.mismatch import MismatchSums, mismatch_sums
+from jetrl_megatron.grpo.packing import plan_micro_batches, split_minibatches
+from jetrl_megatron.loop.replicas import add_up, gather_replicas
+from jetrl_megatron.loop.setup import Session
+
+
+def pack(session: Session, samples: Sequence[Sample]) -> list[TrainBatch]:
+    """Return this data-parallel rank's micro-batches of one minibatch, on the actor's device."""
+    parallel, cfg = session.recipe.parallel, session.recipe.grpo
+    lengths = [len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples]
+    plan = plan_micro_batches(lengths, session.ranks.dp, parallel.micro_batch_toks, 128 * parallel.tp)
+    weights = token_weights(samples, cfg.loss_norm)
+    batches = [build_train_batch(samples, indices, plan.length, weights) for indices in plan.indices[session.ranks.dp_rank]]
+    for batch in batches:
+        for name, value in vars(batch).items():
+            if isinstance(value, torch.Tensor):
+                setattr(batch, name, value.to(session.device))
+    return batches
+
+
+def measure_mismatch(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tensor]) -> MismatchSums:
+    """Return the mismatch sums of this rank's micro-batches, added up over data-parallel ranks."""
+    local = [mismatch_sums(b.rollout_logprobs_T, logp, b.loss_mask_T) for b, logp in zip(batches, logprobs, strict=True)]
+    parts = gather_replicas([(m.sums_5.cpu(), m.max_abs_diff.cpu()) for m in local])
+    everything = [MismatchSums(sums_5=s, max_abs_diff=m) for part in parts for s, m in part]
+    total = everything[0]
+    for part in everything[1:]:
+        total = total + part
+    return total
+
+
+def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Take the optimizer steps of one rollout batch; returns metrics of the step (see `metrics.STEP_KEYS` for the required ones)."""
+    cfg, actor = session.recipe.grpo, session.actor
+    minibatches = [pack(session, [samples[i] for i in part]) for part in split_minibatches(len(samples), cfg.minibatches)]
+    # One call for everything: micro-batches of different minibatches may have different packed lengths, so one call a minibatch.
+    with session.phases("logprobs"):
+        old = [actor.logprobs(batches) for batches in minibatches]
+        for batches, pairs in zip(minibatches, old, strict=True):
+            for batch, (logp, _) in zip(batches, pairs, strict=True):
+                batch.old_logprobs_T = logp
+        flat = [batch for batches in minibatches for batch in batches]
+        mismatch = measure_mismatch(flat, [logp for pairs in old for logp, _ in pairs]).metrics()
+    if cfg.kl_coef > 0:
+        with session.phases("reference"):
+            for batches in minibatches:
+                for batch, logp in zip(batches, actor.reference_logprobs(batches), strict=True):
+                    batch.ref_logprobs_T = logp
+    norms, lr, sums = [], 0.0, {}
+    for _ in range(cfg.epochs):
+        for batches in minibatches:
+            assert actor.optimizer is not None
+            lr = actor.optimizer.lr
+            step_sums = actor.train_step(batches, partial(_policy_loss, cfg=cfg), session.phases)
+            norms.append(float(step_sums.pop("grad_norm")))
+            for name, value in add_up(step_sums).items():
+                sums[name] = sums[name] + value if name in sums else value
+    return {**mismatch, **metrics_from_sums(sums), "grad_norm": max(norms), "lr": lr, **_rollout_numbers(samples)}
+
+
+def _policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch, *, cfg: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return policy_loss(logp, batch, cfg, entropy_T=entropy)
+
+
+def _rollout_numbers(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return reward, length and how completions ended."""
+    count = len(samples)
+    return {
+        "reward": sum(s.reward for s in samples) / count,
+        "response_toks": sum(len(s.completion.token_ids) for s in samples) / count,
+        "truncated_share": sum(s.completion.finish_reason == "length" for s in samples) / count,
+        "zero_advantage_share": sum(s.advantage == 0.0 for s in samples) / count,
+    }
+
+
+def per_sample(values: Sequence[torch.Tensor], batches: Sequence[TrainBatch], samples: Sequence[Sample]) -> dict[int, torch.Tensor]:
+    """Return per-position values of micro-batches by sample index, aligned with the completion's tokens."""
+    found: dict[int, torch.Tensor] = {}
+    for value, batch in zip(values, batches, strict=True):
+        found.update(unpack_per_position(value, batch, samples))
+    return found

@@ -1,0 +1,83 @@
+"""Checkpoints of a session, and the Hugging Face export.
+
+Enters: a session at a step boundary. Leaves: `checkpoints/step_N` through the store (complete or invisible), or an HF directory. A checkpoint holds
+this rank's parameters, FP32 masters, moments and curve, and the position in the data; everything else is a function of seed and step.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conversion.actor_io import merge_to_hf, write_rank_shards
+from jetrl_megatron.actor.actor import barrier
+from jetrl_megatron.loop.replicas import all_true
+from jetrl_megatron.loop.setup import Session
+from jetrl_megatron.run.store import Checkpoint, CheckpointStore, Ranks
+
+ACTOR_FILE = "actor.pt"
+
+
+def open_store(session: Session) -> CheckpointStore:
+    """Return the run's checkpoint store."""
+    ranks = Ranks(
+        rank=session.ranks.rank,
+        num_ranks=session.ranks.world,
+        barrier=barrier,
+        all_true=lambda flag: all_true(flag, session.device),
+    )
+    return CheckpointStore(session.run_dir.checkpoints, session.recipe.run.keep_last, ranks)
+
+
+def save(session: Session, store: CheckpointStore, step: int) -> None:
+    """Save the session as it is after `step` steps."""
+    state = session.actor.state_dict()
+    with session.phases("save"):
+        store.save(
+            step, lambda folder: torch.save(state, folder / ACTOR_FILE), meta={"order": session.order.state_dict(), **_layout(session)}
+        )
+
+
+def restore(session: Session, checkpoint: Checkpoint) -> int:
+    """Load a checkpoint into the session; returns its step.
+
+    Raises:
+        ValueError: when it was written by another layout or over other data.
+    """
+    written, here = {k: checkpoint.meta.get(k) for k in _layout(session)}, _layout(session)
+    if written != here:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} was written with {written}, this run has {here}: resume with the same processes and layout"
+        )
+    state = torch.load(checkpoint.rank_dir(session.ranks.rank) / ACTOR_FILE, map_location=session.device, weights_only=True)
+    session.actor.load_state_dict(state)
+    session.order.load_state_dict(dict(checkpoint.meta["order"]))
+    return checkpoint.step
+
+
+def _layout(session: Session) -> Mapping[str, Any]:
+    r, layout = session.ranks, session.actor.layout
+    return {"tp": r.tp, "pp": r.pp, "dp": r.dp, "vpp": layout.vpp, "row_parallel": layout.row_parallel}
+
+
+def export_hf(session: Session, out_dir: Path) -> None:
+    """Write the actor's BF16 weights as an HF directory that appears by one rename; an earlier one at `out_dir` is replaced."""
+    actor, ranks = session.actor, session.ranks
+    shards = out_dir.with_name(out_dir.name + ".shards")
+    fresh = out_dir.with_name(out_dir.name + ".new")
+    if ranks.is_logger:
+        shutil.rmtree(shards, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
+    barrier()
+    if ranks.dp_rank == 0:
+        chunks = [{n: p.detach() for n, p in chunk.named_parameters()} for chunk in actor.chunks]
+        write_rank_shards(shards, actor.arch, actor.layout, (ranks.pp_rank, ranks.tp_rank), chunks)
+    barrier()
+    if ranks.is_logger:
+        merge_to_hf(shards, fresh, session.source_dir, actor.arch, actor.layout)
+        shutil.rmtree(out_dir, ignore_errors=True)
+        fresh.rename(out_dir)
+        shutil.rmtree(shards)
+    barrier()

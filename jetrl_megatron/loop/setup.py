@@ -1,0 +1,143 @@
+"""From a recipe to everything a run holds: a `Session`, equal on all ranks where it must be.
+
+Enters: Recipe, argv. Leaves: process groups, run directory, start weights, tokenizer, prompts, actor, rollout engine, reward workers.
+Order: whatever a user can have got wrong (layout, data, tokenizer, reward function) fails before the model is built.
+"""
+
+import logging
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.actor import parallel_state
+from jetrl_megatron.actor.actor import Actor, barrier, check_recipe_layout
+from jetrl_megatron.actor.device import local_device
+from jetrl_megatron.config import Engine, Recipe
+from jetrl_megatron.contracts import SamplingParams
+from jetrl_megatron.data.order import PromptOrder
+from jetrl_megatron.data.prompts import PromptSet, load_prompts
+from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
+from jetrl_megatron.grpo.rewards import RewardPool
+from jetrl_megatron.loop.replicas import is_replica_leader
+from jetrl_megatron.loop.synthetic_model import write_synthetic_model
+from jetrl_megatron.rollout.engine import RolloutEngine
+from jetrl_megatron.rollout.local import LocalEngine
+from jetrl_megatron.run.phases import Phases
+from jetrl_megatron.run.run_dir import RunDir, open_run_dir
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """What one rank of a run holds."""
+
+    recipe: Recipe
+    ranks: parallel_state.Ranks
+    device: torch.device
+    run_dir: RunDir
+    source_dir: Path
+    """The HF directory that the run starts from; tokenizer and config are copied from it at export."""
+    arch: ModelArchitecture
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: tuple[int, ...]
+    train_prompts: PromptSet
+    eval_prompts: PromptSet | None
+    order: PromptOrder
+    rewards: RewardPool | None
+    """Only on the leader of each replica."""
+    phases: Phases
+    actor: Actor = field(init=False)
+    engine: RolloutEngine = field(init=False)
+
+    def sampling(self) -> SamplingParams:
+        """How training completions are drawn."""
+        cfg = self.recipe.rollout
+        return SamplingParams(
+            max_new_toks=cfg.max_new_toks, temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k, stop_token_ids=self.stop_ids
+        )
+
+    def close(self) -> None:
+        """End worker processes and process groups."""
+        if self.rewards is not None:
+            self.rewards.close()
+        parallel_state.destroy()
+
+
+def open_session(recipe: Recipe, argv: list[str]) -> Session:
+    """Build everything but the actor.
+
+    Raises:
+        ValueError: for anything wrong in the recipe, the data, the model directory or the run directory.
+    """
+    device = local_device()
+    _seed(recipe, device)
+    ranks = parallel_state.initialize(recipe.parallel, device)
+    run_dir = open_run_dir(recipe, argv, str(device), ranks.rank)
+    source = _source_dir(recipe, run_dir, ranks)
+    arch = ModelArchitecture.from_hf_directory(source)
+    check_recipe_layout(recipe, arch)
+    tokenizer_dir = Path(recipe.model.tokenizer) if recipe.model.tokenizer else source
+    tokenizer = load_tokenizer(tokenizer_dir)
+    rewards = RewardPool(recipe.reward) if is_replica_leader() else None
+    train_prompts = load_prompts(recipe.data, "train", tokenizer)
+    if ranks.is_logger and any(train_prompts.dropped.values()):
+        _LOG.warning("prompts left out of %d: %s", len(train_prompts.prompts), dict(train_prompts.dropped))
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+    return Session(
+        recipe=recipe,
+        ranks=ranks,
+        device=device,
+        run_dir=run_dir,
+        source_dir=source,
+        arch=arch,
+        tokenizer=tokenizer,
+        stop_ids=stop_token_ids(source, tokenizer),
+        train_prompts=train_prompts,
+        eval_prompts=load_prompts(recipe.data, "eval", tokenizer) if recipe.data.eval else None,
+        order=PromptOrder(len(train_prompts.prompts), train_prompts.fingerprint, recipe.run.seed, recipe.data.shuffle),
+        rewards=rewards,
+        phases=Phases(synchronize=synchronize),
+    )
+
+
+def build_actor(session: Session, weights_dir: Path) -> None:
+    """Load the actor from `weights_dir` and put the rollout engine on it."""
+    recipe = session.recipe
+    session.actor = Actor(recipe, session.arch, weights_dir, session.ranks, session.device)
+    session.engine = build_engine(recipe, session.actor)
+
+
+def build_engine(recipe: Recipe, actor: Actor) -> RolloutEngine:
+    """Return the engine that the recipe names.
+
+    Raises:
+        ValueError: for an engine that this build does not have.
+    """
+    if recipe.rollout.engine is not Engine.local:
+        raise ValueError(f"rollout.engine is {recipe.rollout.engine.value}; this version has the engine `local`: set rollout.engine=local")
+    return LocalEngine(actor, recipe.rollout.max_batch_seqs)
+
+
+def _seed(recipe: Recipe, device: torch.device) -> None:
+    """Seed what is not keyed by step: nothing of the loop draws from these, but a user's reward function or a library may."""
+    random.seed(recipe.run.seed)
+    np.random.seed(recipe.run.seed % 2**32)
+    torch.manual_seed(recipe.run.seed)
+    if recipe.run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+
+
+def _source_dir(recipe: Recipe, run_dir: RunDir, ranks: parallel_state.Ranks) -> Path:
+    """Return the HF directory to start from, writing the synthetic one on rank 0 where the recipe names none."""
+    if recipe.model.path:
+        return Path(recipe.model.path)
+    if ranks.is_logger:
+        write_synthetic_model(run_dir.initial_model, recipe.model.synthetic, recipe.run.seed)
+    barrier()
+    return run_dir.initial_model
