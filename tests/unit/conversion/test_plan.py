@@ -13,7 +13,7 @@ from conversion.plan import Plan, make_plan
 from conversion.shards import Piece, StoredTensor, hf_tensors, megatron_tensors, vllm_tensors
 from tests.unit.conversion.shapes import PUBLISHED, published
 
-SETTINGS = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=40, deadline=None)
 
 
 @st.composite
