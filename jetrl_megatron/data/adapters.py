@@ -4,8 +4,8 @@ Enters: one record, as JSONL or the `datasets` library gives it. Leaves: a `Row`
 with: a number without a trailing `.0`, LaTeX as it stands, or the letter of an option. Targets are what the warm start teaches: the
 worked solution where the set has a short one, else the gold answer.
 
-The Hugging Face names were read from the data set cards; `default_split` is for training, `eval_split` for evaluation (some sets have
-one split only, under whatever name it was uploaded).
+`default_split` is for training, `eval_split` for evaluation: some sets have one split only, under whatever name it was uploaded. A data
+set whose columns have changed since is refused when it is read, with the fields that were found.
 """
 
 import hashlib

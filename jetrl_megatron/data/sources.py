@@ -97,7 +97,7 @@ def _read_dataset(source: Source) -> Iterator[tuple[int, Row]]:
         ) from error
     try:
         table = datasets.load_dataset(source.adapter.dataset, source.adapter.config, split=source.split)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"source {source.name!r}: cannot load {source.adapter.dataset} split {source.split!r}: {error}; without network write "
             f"{source.adapter.name}@PATH.jsonl"

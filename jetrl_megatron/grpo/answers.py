@@ -95,6 +95,7 @@ def normalise(answer: str) -> str:
     if text.startswith("\\boxed{") and text.endswith("}"):
         text = text[7:-1].strip()
     text = re.sub(r"\\(?:text|mathrm)\{\s*(and|or)\s*\}", r" \1 ", text)
+    text = re.sub(rf"{_TEXT_TAG}\s*\{{\s*([-+]?[\d.,]+)\s*\}}", r"\1", text)
     text = _LATEX_GROUPS.sub(lambda m: m.group().replace("{,}", "").replace("\\,", ""), text)
     text = text.replace("{,}", ",").replace("\\,", " ")
     text = _COMMA_GROUPS.sub(lambda m: m.group().replace(",", "") if _depth(text, m.start()) == 0 else m.group(), text)

@@ -29,7 +29,7 @@ _JOINER = re.compile(r"(?:\s|\$|,|;|\\\(|\\\)|\\\[|\\\]|\\text\{\s*(?:and|or)\s*
 _PHRASE = re.compile(r"(?i)\banswer\b\s*(?:is|:|=)\s*:?")
 _NUMBER = re.compile(r"(?<![\w.,])(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)|\d+(?:,\d+)*)?(?:\.\d+|(?<=\d))(?:\s?/\s?\d+(?![\d.]))?(?:\s?\\?%)?")
 _ATTACHED = re.compile(r"(?:cm|mm|km|kg|mg|ft|lbs?|mph|ml|mL|hrs?|mins?|secs?)?(?![A-Za-z_^])")
-_MATH = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\\n]|\\(?!\)))+)\\\)|\\\[((?:[^\\]|\\(?!\]))+)\\\]")
+_MATH = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\\n]|\\(?![()]))+)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))+)\\\]")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|mbox|operatorname)\s*\{[^{}]*\}")
 _CHOICE = re.compile(r"\(([A-Z])\)|\b([A-Z])(?=[.,:)\s]|$)")
@@ -48,22 +48,21 @@ def after_reasoning(text: str, require_closed_think: bool) -> str | None:
 
 def boxed(text: str) -> str | None:
     """Return the content of the last box, or of the last run of boxes joined by commas; "" when the last box is not closed."""
-    spans: list[tuple[int, int, str]] = []
-    position = 0
-    while match := _BOX.search(text, position):
-        end = _closing_brace(text, match.end())
-        if end < 0:
-            return ""
-        spans.append((match.start(), end + 1, text[match.end() : end]))
-        position = end + 1
-    if not spans:
+    starts = list(_BOX.finditer(text))
+    if not starts:
         return None
-    parts = [spans[-1][2]]
-    for (_, end, content), (start, _, _) in zip(spans[-2::-1], spans[:0:-1], strict=False):
-        between = text[end:start]
-        if not between.strip(" \n$") or not _JOINER.fullmatch(between):
-            break
-        parts.insert(0, content)
+    parts: list[str] = []
+    following = len(text)
+    for match in reversed(starts):
+        end = _closing_brace(text, match.end(), following)
+        if parts:
+            between = text[end + 1 : following]
+            if end < 0 or not between.strip(" \n$") or not _JOINER.fullmatch(between):
+                break
+        elif end < 0:
+            return ""
+        parts.insert(0, text[match.end() : end])
+        following = match.start()
     return ", ".join(parts)
 
 
@@ -83,9 +82,10 @@ def extract_answer(text: str, expected: Expected = "math") -> str | None:
     return answer.strip()
 
 
-def _closing_brace(text: str, start: int) -> int:
+def _closing_brace(text: str, start: int, stop: int) -> int:
+    """Where the brace that was opened just before `start` closes, -1 when it does not before `stop`."""
     depth = 1
-    for index in range(start, len(text)):
+    for index in range(start, stop):
         char = text[index]
         if char in "{}" and text[index - 1] != "\\":
             depth += 1 if char == "{" else -1

@@ -193,7 +193,7 @@ def test_supervised_samples_teach_every_target_token() -> None:
 
 
 def _attend(batch: TrainBatch, base: float) -> torch.Tensor:
-    """One causal attention head with rotary positions over the segments of a packed batch, in float64: a function of (tokens, positions)."""
+    """One causal attention head with rotary positions over the segments of a packed batch, in float64."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(64, 8, generator=generator, dtype=torch.float64)
     x_TD = table[batch.tokens_T]

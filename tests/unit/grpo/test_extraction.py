@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from jetrl_megatron.grpo.extraction import after_reasoning, extract_answer
@@ -35,6 +37,8 @@ MATH = [
     ("no number here", None),
     ("", None),
     (r"\boxed{}", None),
+    (r"\boxed{oops \boxed{5}", "5"),
+    (r"\boxed{1}, \boxed{2}, and \boxed{3}.", "1, 2, 3"),
     (r"\boxed{" + "1" * 2000 + "}", None),
 ]
 
@@ -74,3 +78,16 @@ def test_unfinished_reasoning_states_nothing() -> None:
     assert after_reasoning("1</think> 2", require_closed_think=True) == " 2", "the prompt opened the block"
     assert after_reasoning("<think>1</think> 2 <think> 3", require_closed_think=True) is None
     assert after_reasoning("plain", require_closed_think=True) == "plain"
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["\\[", "\\(", "$", "$ ", "\\boxed{", "\\boxed{1} ", "1,", "1,234,", "answer is ", "1a ", "\\text{", "- ", "1/ ", "#### ", " "],
+)
+def test_degenerate_completions_are_read_in_linear_time(unit: str) -> None:
+    """The extraction runs in the trainer's own process, where nothing can kill it: a looping model must not stop the run."""
+    text = unit * (60_000 // len(unit))
+    begun = time.process_time()
+    for expected in ("math", "choice", "words"):
+        extract_answer(text, expected)
+    assert time.process_time() - begun < 2.0

@@ -1,0 +1,112 @@
+import builtins
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron.data.arithmetic import ALPHABET, arithmetic_rows, parse_name
+from jetrl_megatron.data.sources import parse_source, read_rows
+
+
+def _file(folder: Path, *lines: str) -> str:
+    path = folder / "set.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_generic_jsonl_needs_no_adapter(tmp_path: Path) -> None:
+    text = _file(tmp_path, '{"question": "1+1?", "answer": 2}', "", '{"question": "2+2?", "answer": "4", "target": "It is 4"}')
+    rows = list(read_rows(parse_source(text, evaluating=False)))
+    assert [(number, row.question, row.answer, row.target) for number, row in rows] == [(0, "1+1?", "2", "2"), (1, "2+2?", "4", "It is 4")]
+
+
+def test_a_missing_field_names_file_line_fields_and_adapters(tmp_path: Path) -> None:
+    text = _file(tmp_path, '{"question": "1+1?", "answer": "2"}', '{"question": "x", "solution": "4"}')
+    with pytest.raises(ValueError, match=r"set.jsonl:2: .*missing answer, found question, solution; .*gsm8k.*arithmetic"):
+        list(read_rows(parse_source(text, evaluating=False)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "set.jsonl:1: not JSON"),
+        ("[1]", "set.jsonl:1: a list"),
+        ('{"question": 5, "answer": "1"}', "set.jsonl:1: field question is 5"),
+        ('{"question": "q", "answer": true}', "set.jsonl:1: the answer is True"),
+        ('{"question": "q", "answer": null}', "set.jsonl:1: .*missing answer"),
+    ],
+)
+def test_wrong_records_name_their_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(parse_source(_file(tmp_path, line), evaluating=False)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no/such/file.jsonl", "no file"),
+        ("nothing@file.jsonl", "no adapter 'nothing'.*gsm8k"),
+        ("unknownset", "no known data set.*gsm8k"),
+        ("mawps", "mawps@PATH.jsonl"),
+        ("arithmetic-9digit", "d from 1 to 6"),
+        ("arithmetic-big", "d from 1 to 6"),
+    ],
+)
+def test_wrong_sources_say_the_way_out(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_source(text, evaluating=False)
+
+
+def test_bare_names_mean_the_split_of_the_occasion() -> None:
+    assert parse_source("gsm8k", evaluating=False).name == "gsm8k:train"
+    assert parse_source("gsm8k", evaluating=True).name == "gsm8k:test"
+    assert parse_source("gsm8k:test", evaluating=False).split == "test"
+    assert parse_source("arithmetic", evaluating=True).name == "arithmetic:test"
+
+
+def test_data_sets_by_name_go_through_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> list[dict]:
+        calls.append((name, config, split))
+        return [{"question": "Q", "answer": "so\n#### 5"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    rows = list(read_rows(parse_source("gsm8k:test", evaluating=False)))
+    assert calls == [("openai/gsm8k", "main", "test")]
+    assert rows[0][1].answer == "5"
+
+
+def test_without_the_library_the_error_names_both_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: object) -> object:
+        if name == "datasets":
+            raise ImportError("not here")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ValueError, match=r"jetrl-megatron\[data\].*gsm8k@PATH.jsonl"):
+        list(read_rows(parse_source("gsm8k", evaluating=False)))
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 6])
+def test_arithmetic_is_right_disjoint_and_the_same_every_time(digits: int) -> None:
+    train, test = arithmetic_rows(digits, "train"), arithmetic_rows(digits, "test")
+    for row in train + test:
+        left, right = row.question.removesuffix("=").split("+")
+        assert int(left) + int(right) == int(row.answer) and len(left) <= digits
+        assert set(row.question + row.answer) <= set(ALPHABET)
+    assert len(test) >= 10
+    questions = [row.question for row in train + test]
+    assert len(set(questions)) == len(questions)
+    assert arithmetic_rows(digits, "train") == train
+    if digits <= 2:
+        assert len(questions) == 10 ** (2 * digits)
+
+
+def test_arithmetic_names() -> None:
+    assert [parse_name(name) for name in ("arithmetic", "arithmetic-3digit", "gsm8k")] == [2, 3, None]
+    with pytest.raises(ValueError, match="no split 'dev'"):
+        arithmetic_rows(2, "dev")

@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron.data.tokenizer import CHAR_SPECIALS, build_char_tokenizer, load_tokenizer, stop_token_ids
+
+ALPHABET = "0123456789+= \nab"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    build_char_tokenizer(path, ALPHABET)
+    return path
+
+
+def test_one_token_a_character_and_back(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    text = "37+58=\n a  b"
+    ids = tokenizer.encode(text)
+    assert ids == [len(CHAR_SPECIALS) + ALPHABET.index(char) for char in text]
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == len(CHAR_SPECIALS) + len(ALPHABET)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.encode("z")) == (0, 1, [2])
+
+
+def test_the_chat_template_marks_roles(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "1+1="}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<system>a<user>1+1=<assistant>"
+    assert tokenizer.encode(text)[:3] == [3, 6 + ALPHABET.index("a"), 4]
+    answered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "2"}], tokenize=False)
+    assert answered.endswith("<assistant>2<eos>") and tokenizer.encode(answered)[-1] == 1
+
+
+def test_the_alphabet_is_checked(tmp_path: Path) -> None:
+    for alphabet in ("", "aba"):
+        with pytest.raises(ValueError, match="none twice"):
+            build_char_tokenizer(tmp_path, alphabet)
+
+
+def test_every_stop_id_counts_and_once(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert stop_token_ids(tmp_path, tokenizer) == (1,)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8, 1], "top_k": 20}))
+    assert stop_token_ids(tmp_path, tokenizer) == (7, 8, 1, 9)
+    tokenizer.eos_token = None
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match="eos_token_id"):
+        stop_token_ids(tmp_path, tokenizer)
+
+
+def test_missing_tokenizers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no directory"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
