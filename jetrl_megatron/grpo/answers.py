@@ -95,7 +95,7 @@ def normalise(answer: str) -> str:
     if text.startswith("\\boxed{") and text.endswith("}"):
         text = text[7:-1].strip()
     text = re.sub(r"\\(?:text|mathrm)\{\s*(and|or)\s*\}", r" \1 ", text)
-    text = re.sub(rf"{_TEXT_TAG}\s*\{{\s*([-+]?[\d.,]+)\s*\}}", r"\1", text)
+    text = re.sub(rf"{_TEXT_TAG}\s*\{{\s*([-+(]*[\d.,]+\)?)\s*\}}", r"\1", text)
     text = _LATEX_GROUPS.sub(lambda m: m.group().replace("{,}", "").replace("\\,", ""), text)
     text = text.replace("{,}", ",").replace("\\,", " ")
     text = _COMMA_GROUPS.sub(lambda m: m.group().replace(",", "") if _depth(text, m.start()) == 0 else m.group(), text)
@@ -127,7 +127,7 @@ def plain_number(text: str) -> Number | None:
     text = strip_unit(text).strip()
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    while len(text) > 2 and text[0] == "{" and text[-1] == "}":
+    while len(text) > 2 and text[0] + text[-1] in ("{}", "()"):
         text = text[1:-1].strip()
     match = _NUMBER.fullmatch(text)
     if not match:
@@ -161,7 +161,7 @@ def text_answer(text: str) -> str | None:
         return None
     if tagged and inner and not re.search(r"\d", inner):
         return " ".join(inner.casefold().split())
-    if re.fullmatch(r"[A-Za-z]{3,}(?:-[A-Za-z]+)*", inner) and inner.lower() not in _NO_UNIT:
+    if re.fullmatch(r"[A-Za-z]{3,}(?:-[A-Za-z]+)*|[Nn]o", inner) and inner.lower() not in _NO_UNIT:
         return inner.casefold()
     return None
 

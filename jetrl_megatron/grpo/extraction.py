@@ -27,7 +27,10 @@ MAX_ANSWER_CHARS = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _JOINER = re.compile(r"(?:\s|\$|,|;|\\\(|\\\)|\\\[|\\\]|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
 _PHRASE = re.compile(r"(?i)\banswer\b\s*(?:is|:|=)\s*:?")
-_NUMBER = re.compile(r"(?<![\w.,])(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)|\d+(?:,\d+)*)?(?:\.\d+|(?<=\d))(?:\s?/\s?\d+(?![\d.]))?(?:\s?\\?%)?")
+_NUMBER = re.compile(
+    r"(?<![\w.,])(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)|\d+(?:,\d+)*)?(?:\.\d+|(?<=\d))"
+    r"(?:(?::\d+)+|\s?/\s?\d+(?![\d.]))?(?:\s?\\?%)?"
+)
 _ATTACHED = re.compile(r"(?:cm|mm|km|kg|mg|ft|lbs?|mph|ml|mL|hrs?|mins?|secs?)?(?![A-Za-z_^])")
 _MATH = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(((?:[^\\\n]|\\(?![()]))+)\\\)|\\\[((?:[^\\]|\\(?![\[\]]))+)\\\]")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")

@@ -34,6 +34,7 @@ MATH = [
     ("about 1,000,000 people", "1,000,000"),
     ("so $x=3$ and done", "x=3"),
     ("28%", "28%"),
+    ("they leave at 5:45", "5:45"),
     ("no number here", None),
     ("", None),
     (r"\boxed{}", None),
