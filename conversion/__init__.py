@@ -17,7 +17,8 @@ In the order the data flows:
 - `checkpoint`    a directory opened and checked: Hugging Face or Megatron rank shards
 - `output`        a directory written beside its place, resumable, then renamed into it; carried files, manifest
 - `cast`          the two explicit changes of precision, FP8 -> BF16 and BF16 -> FP8
-- `execute`       runs a plan with bounded memory
+- `assemble`      one target tensor in memory, from rectangles of the source; copies of one weight compared
+- `execute`       runs a plan with bounded memory, file by file
 - `convert`       one checkpoint to another, and the comparison of two
 - `actor_io`      what the actor calls: its own shard of a Hugging Face directory in, its own shard out, merge
 - `cli`           `python -m conversion to-megatron | to-hf | reshard | verify | bench`

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from conversion.architecture import ModelArchitecture
+from conversion.assemble import assemble
 from conversion.checkpoint import Checkpoint, open_checkpoint, open_rank_shards
 from conversion.convert import Target, prepare, publish
-from conversion.execute import assemble
 from conversion.files import ShardWriter, TensorSpec
 from conversion.layout import ParallelLayout, check_layout
 from conversion.names import check_names

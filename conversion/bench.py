@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from conversion.architecture import ModelArchitecture
+from conversion.assemble import tensor_specs
 from conversion.convert import hf_shard_files
-from conversion.execute import tensor_specs
 from conversion.files import ShardWriter
 from conversion.names import hf_shapes
 from conversion.shards import hf_tensors

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from conversion.architecture import read_config
+from conversion.assemble import check_replicas, tensor_specs
 from conversion.checkpoint import CARRIED, INDEX, Checkpoint, open_checkpoint
-from conversion.execute import Execution, Progress, check_replicas, execute, tensor_specs
+from conversion.execute import Execution, Progress, execute
 from conversion.files import ITEM_BYTES
 from conversion.layout import ParallelLayout, check_layout_of, fp8_modules
 from conversion.output import OutputDirectory

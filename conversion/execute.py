@@ -9,18 +9,18 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
 
+from conversion.assemble import assemble, tensor_specs
 from conversion.checkpoint import Checkpoint
-from conversion.files import ShardWriter, TensorSpec
+from conversion.files import ShardWriter
 from conversion.layout import BLOCK
 from conversion.output import OutputDirectory
-from conversion.plan import CopyOp, Plan, TargetPlan
+from conversion.plan import Plan, TargetPlan
 from conversion.scales import scale_format
-from conversion.shards import StoredTensor
 
 _FLUSH_BYTES = 2**27
 
@@ -41,96 +41,6 @@ class Execution:
     cast: str | None = None
     """None moves bytes only; `bf16` allows FP8 -> BF16; `fp32` or `ue8m0` allow BF16 -> FP8 with such scales."""
     workers: int = 2
-
-
-def assemble(target_plan: TargetPlan, source: Checkpoint, cast: str | None = None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Build one target tensor in memory.
-
-    Returns its bytes, [rows, columns * item bytes] uint8, and for block FP8 its scales, [blocks, blocks] float32.
-    Raises ValueError where the plan changes precision and `cast` does not allow it, and for damaged scales.
-    """
-    target = target_plan.target
-    _check_cast(target_plan, cast)
-    quantised = target.fp8 and not target_plan.ops[0].source.fp8
-    item = 1 if target.fp8 and not quantised else 2
-    rows, cols = target.rows_cols
-    data = (np.zeros if target_plan.padding else np.empty)((rows, cols * item), np.uint8)
-    scales = np.empty(target.scale_shape, np.float32) if target.fp8 and not quantised else None
-    for op in target_plan.ops:
-        out = data[slice(*op.target_rows), op.target_cols[0] * item : op.target_cols[1] * item]
-        if op.source.fp8 and not target.fp8:
-            out[:] = _dequantized(source, op)
-            continue
-        source.read(op.source, op.source_rows, op.source_cols, out)
-        if scales is not None:
-            from_rows, from_cols, to_rows, to_cols = op.scale_ranges
-            scales[slice(*to_rows), slice(*to_cols)] = source.read_scales(op.source, from_rows, from_cols)
-    if quantised:
-        from conversion.cast import quantize_bytes
-
-        assert cast is not None
-        return quantize_bytes(f"{target.location}:{target.name}", data, cast)
-    return data, scales
-
-
-def _check_cast(target_plan: TargetPlan, cast: str | None) -> None:
-    target = target_plan.target
-    for op in target_plan.ops:
-        if op.source.fp8 and not target.fp8 and cast != "bf16":
-            raise ValueError(f"{op.source.name} is FP8 and {target.name} BF16: dequantising must be asked for (cast='bf16')")
-        if target.fp8 and not op.source.fp8 and cast not in ("fp32", "ue8m0"):
-            raise ValueError(f"{op.source.name} is BF16 and {target.name} FP8: quantising must be asked for (cast='fp32' or 'ue8m0')")
-    assert len({op.source.fp8 for op in target_plan.ops}) <= 1, f"{target.name} is fed by FP8 and BF16 sources"
-
-
-def _dequantized(source: Checkpoint, op: CopyOp) -> np.ndarray:
-    """Read the whole blocks around a rectangle, dequantise, and cut the rectangle out."""
-    from conversion.cast import dequantize_bytes
-
-    limits = op.source.rows_cols
-    blocks = tuple((span[0] // BLOCK, -(-span[1] // BLOCK)) for span in (op.source_rows, op.source_cols))
-    rows, cols = ((b[0] * BLOCK, min(b[1] * BLOCK, limit)) for b, limit in zip(blocks, limits, strict=True))
-    codes = np.empty((rows[1] - rows[0], cols[1] - cols[0]), np.uint8)
-    source.read(op.source, rows, cols, codes)
-    values = dequantize_bytes(codes, source.read_scales(op.source, *blocks))
-    first = (op.source_cols[0] - cols[0]) * 2
-    width = (op.source_cols[1] - op.source_cols[0]) * 2
-    return values[op.source_rows[0] - rows[0] : op.source_rows[1] - rows[0], first : first + width]
-
-
-def check_replicas(plan: Plan, source: Checkpoint) -> None:
-    """Raise ValueError naming the first tensor of which two ranks hold different values (norms, a tied head)."""
-    for op in plan.replicas:
-        item = 1 if op.source.fp8 else 2
-        step = max(1, 2**24 // (item * (op.source_cols[1] - op.source_cols[0])))
-        for first in range(0, op.source_rows[1] - op.source_rows[0], step):
-            one, two = (_read(source, *side, item, (first, step)) for side in _sides(op))
-            if not np.array_equal(one, two):
-                raise ValueError(
-                    f"{op.source.location}:{op.source.name} differs from its copy {op.target.location}:{op.target.name}; "
-                    "copies of one weight must be equal, the source checkpoint is inconsistent"
-                )
-
-
-def _sides(op: CopyOp) -> tuple[tuple[StoredTensor, tuple[int, int], tuple[int, int]], ...]:
-    return (op.source, op.source_rows, op.source_cols), (op.target, op.target_rows, op.target_cols)
-
-
-def _read(
-    source: Checkpoint, stored: StoredTensor, rows: tuple[int, int], cols: tuple[int, int], item: int, window: tuple[int, int]
-) -> np.ndarray:
-    first, step = window
-    span = (rows[0] + first, min(rows[0] + first + step, rows[1]))
-    out = np.empty((span[1] - span[0], (cols[1] - cols[0]) * item), np.uint8)
-    source.read(stored, span, cols, out)
-    return out
-
-
-def tensor_specs(target: StoredTensor) -> list[TensorSpec]:
-    """Return what a target tensor is in a file: BF16, or FP8 codes and FP32 scales."""
-    if not target.fp8:
-        return [TensorSpec(target.name, "BF16", target.shape)]
-    return [TensorSpec(target.name, "F8_E4M3", target.shape), TensorSpec(target.scale_name, "F32", target.scale_shape)]
 
 
 class _Shard:
@@ -190,10 +100,11 @@ def execute(plan: Plan, run: Execution, progress: Progress | None = None) -> Non
         progress(sum(t.target.num_bytes for name, targets in by_file.items() if name not in todo for t in targets))
     with ThreadPoolExecutor(max_workers=1) as flusher, ThreadPoolExecutor(max_workers=run.workers) as pool:
         shards = {name: _Shard(name, targets, run, flusher) for name, targets in todo.items()}
+        scratch = _Scratch()
         # Targets go in plan order, so that tensor-parallel shards of one parameter are read while its pages are in memory.
         order = [(t, shards[f]) for t in plan.targets if (f := run.file_of[t.target.location, t.target.name]) in shards]
         try:
-            _wait(pool, [pool.submit(_write_target, t, shard, run, progress) for t, shard in order])
+            _wait(pool, [pool.submit(_write_target, t, shard, run, scratch, progress) for t, shard in order])
             _wait(flusher, [sync for shard in shards.values() for sync in shard.syncs])
         finally:
             flusher.shutdown(wait=True, cancel_futures=True)
@@ -201,9 +112,22 @@ def execute(plan: Plan, run: Execution, progress: Progress | None = None) -> Non
                 shard.abandon()
 
 
-def _write_target(target_plan: TargetPlan, shard: _Shard, run: Execution, progress: Progress | None) -> None:
+class _Scratch(local):
+    """One buffer for each worker thread, grown to the largest tensor it has built: fresh pages cost as much as reading."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Return [num_bytes] uint8, valid until the next call in this thread."""
+        if self._buffer.nbytes < num_bytes:
+            self._buffer = np.empty(num_bytes, np.uint8)
+        return self._buffer[:num_bytes]
+
+
+def _write_target(target_plan: TargetPlan, shard: _Shard, run: Execution, scratch: _Scratch, progress: Progress | None) -> None:
     target = target_plan.target
-    data, scales = assemble(target_plan, run.source, run.cast)
+    data, scales = assemble(target_plan, run.source, run.cast, scratch.take)
     extra = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
     shard.write(target.name, "F8_E4M3" if target.fp8 else "BF16", data, {"shape": list(target.shape), **extra})
     if scales is not None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from conversion.assemble import assemble, check_replicas
 from conversion.checkpoint import MANIFEST, Checkpoint, read_manifest
-from conversion.execute import Progress, assemble, check_replicas
+from conversion.execute import Progress
 from conversion.files import SafetensorsFile
 from conversion.layout import BLOCK
 from conversion.plan import Plan, TargetPlan, make_plan
