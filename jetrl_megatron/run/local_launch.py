@@ -64,7 +64,8 @@ def launch(command: list[str], num_processes: int, grace_s: float) -> int:
     """Run `command` once a rank and wait for all.
 
     command: program and arguments. grace_s: the workers' own grace time after SIGTERM; this process waits ten seconds longer.
-    Gives 0 when all workers gave 0, else the first failing worker's exit code, 1 for one that a signal ended.
+    Gives 0 when all workers gave 0 or were told to stop while starting, else the first failing worker's exit code, 1 for one that a
+    signal ended.
     """
     from torch.distributed import TCPStore
 
@@ -112,6 +113,10 @@ def _wait(workers: list[subprocess.Popen[bytes]], stop_asked_s: list[float], lim
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        if failed and stop_asked_s and failed[0][1] == -signal.SIGTERM:
+            # It had no handler yet, so no rank has begun a step: nothing is lost.
+            _say(f"stopped while rank {failed[0][0]} was starting; the next start goes on from the last checkpoint")
+            return 0
         if failed:
             return _report_failure(workers, *failed[0])
         if all(code == 0 for code in codes):

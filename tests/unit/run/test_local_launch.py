@@ -59,6 +59,15 @@ def test_sigterm_reaches_every_rank_and_a_clean_stop_is_zero():
     assert (process.returncode, out, err) == (0, "stopping 0\n", "stopping 1\n")
 
 
+def test_a_stop_before_the_workers_can_handle_it_loses_nothing_and_is_zero():
+    process = start_launcher("print('ready', file=sys.stdout, flush=True); time.sleep(60)", grace_s=5.0, num=1)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "stopped while rank 0 was starting" in err
+
+
 def alive(pid: int) -> bool:
     try:
         return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
