@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from jetrl_megatron.config import Recipe
 from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
+from jetrl_megatron.metrics import check_sinks
 from jetrl_megatron.run.local_launch import die_with_launcher, launch, slurm_rank, under_launcher
 
 EXIT_USAGE = 2
@@ -92,6 +93,7 @@ def _train(args: argparse.Namespace, words: list[str]) -> int:
 
         return train(recipe, ["jetrl", *words], json_lines=args.json)
     check_recipe_layout(recipe)
+    check_sinks(recipe.run)
     num_processes = count_processes(recipe, args.nproc)
     return launch([sys.executable, "-m", "jetrl_megatron.cli", *words], num_processes, recipe.run.grace_s)
 

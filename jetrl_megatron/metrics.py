@@ -57,9 +57,7 @@ class WandbSink:
     """A W&B run whose id is the run directory's name, so that a restart goes on in it."""
 
     def __init__(self, folder: Path) -> None:
-        """Start or continue the run; raises ValueError where wandb is not installed."""
-        if find_spec("wandb") is None:
-            raise ValueError("run.wandb is true, but the package wandb is not installed; install the extra `log`, or set run.wandb=false")
+        """Start or continue the run."""
         import wandb
 
         self._run = wandb.init(project="jetrl", id=folder.resolve().name, dir=str(folder), resume="allow")
@@ -73,8 +71,15 @@ class WandbSink:
         self._run.finish()
 
 
+def check_sinks(run: RunConfig) -> None:
+    """Raise ValueError where W&B is asked for and not installed; called before a process starts, not after an hour of warm start."""
+    if run.wandb and find_spec("wandb") is None:
+        raise ValueError("run.wandb is true, but the package wandb is not installed; install the extra `log`, or set run.wandb=false")
+
+
 def open_sinks(run: RunConfig, run_dir: RunDir, resumed_step: int) -> list[Sink]:
     """Open what the recipe asks for; TensorBoard is left out, with one line in the log, where it is not installed."""
+    check_sinks(run)
     sinks: list[Sink] = []
     if run.tensorboard and find_spec("tensorboard") is None:
         logger.info("tensorboard is not installed; the curves are in %s and %s", run_dir.records, run_dir.curves)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from jetrl_megatron.config import Recipe
+from jetrl_megatron.config import Decay, Recipe
 from jetrl_megatron.load import dump_recipe, flat_recipe, load_recipe, may_change
 from jetrl_megatron.run.environment import describe_environment
 from jetrl_megatron.run.manifest import write_durably
@@ -108,9 +108,14 @@ def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int
 
 
 def differing_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Give dotted key -> (old, new) where two recipes differ and a run may not."""
+    """Give dotted key -> (old, new) where two recipes differ and a run may not.
+
+    `run.steps` may differ unless the learning rate decays over it: a longer run would then have another curve from its first step on.
+    """
     before, after = flat_recipe(old), flat_recipe(new)
-    return {key: (before[key], after[key]) for key in before if before[key] != after[key] and not may_change(key)}
+    differing = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    steps_shape_decay = old.optim.decay is not Decay.constant and old.optim.decay_steps == 0
+    return {key: pair for key, pair in differing.items() if not may_change(key) or (key == "run.steps" and steps_shape_decay)}
 
 
 def _refuse_foreign(path: Path) -> None:

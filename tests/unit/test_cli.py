@@ -95,6 +95,13 @@ def test_the_command_line_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False False\n"
 
 
+def test_wandb_that_is_missing_is_said_before_a_process_starts(monkeypatch, capsys):
+    monkeypatch.setattr("jetrl_megatron.metrics.find_spec", lambda name: None)
+    monkeypatch.setattr(cli, "launch", lambda *a: pytest.fail("launched"))
+    assert cli.main(["train", TINY, "run.wandb=true"]) == 2
+    assert "wandb is not installed" in capsys.readouterr().err
+
+
 def test_bench_gets_its_own_words(monkeypatch):
     got = []
     module = types.ModuleType("jetrl_megatron.bench.__main__")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.config import Arm, Recipe, RunConfig
+from jetrl_megatron.config import Arm, Decay, Recipe, RunConfig
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.environment import chosen_variables, describe_environment
 from jetrl_megatron.run.run_dir import differing_keys, open_run_dir
@@ -59,6 +59,15 @@ def test_a_directory_that_is_no_run_is_refused(recipe):
     with pytest.raises(ValueError, match=r"holds thesis.tex and no recipe.yaml"):
         open_run_dir(recipe, [])
     assert sorted(p.name for p in path.iterdir()) == ["thesis.tex"]
+
+
+def test_length_is_fixed_where_the_learning_rate_decays_over_it(recipe):
+    longer = replace(recipe, run=replace(recipe.run, steps=9))
+    linear = replace(recipe.optim, decay=Decay.linear)
+    assert differing_keys(recipe, longer) == {}
+    assert differing_keys(replace(recipe, optim=linear), replace(longer, optim=linear)) == {"run.steps": (3, 9)}
+    explicit = replace(linear, decay_steps=3)
+    assert differing_keys(replace(recipe, optim=explicit), replace(longer, optim=explicit)) == {}
 
 
 def test_other_ranks_write_nothing(recipe):
