@@ -54,6 +54,7 @@ def _measure(directory: Path, gb: float) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"checkpoint_bytes": size, "largest_tensor_bytes": largest}
     for name, command in steps.items():
+        os.sync()  # no step pays for what the one before left unwritten
         seconds, peak = _timed(command)
         result[f"{name}_s"] = round(seconds, 2)
         result[f"{name}_bytes_per_s"] = int(size / seconds)
