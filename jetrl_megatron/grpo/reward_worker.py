@@ -83,6 +83,8 @@ def _load(config: dict) -> dict[str, Callable[[dict], tuple[str, float, str]]]:
         raise ValueError(f"reward.function is 'math', which needs math-verify: {error}; pip install math-verify[antlr4_13_2]") from error
     from jetrl_megatron.grpo import equality
 
+    equality.compare(r"x+\sqrt{2}", r"\sqrt{2}+x")  # builds the grammar's tables, so that no sample pays for them
+
     def score(task: dict) -> tuple[str, float, str]:
         verdict = equality.compare(task["answer"], task["text"])
         return verdict.value, float(verdict is equality.Verdict.equal), ""
