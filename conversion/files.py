@@ -18,6 +18,8 @@ import numpy as np
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 _MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 16 * 2**20
+_SCATTER_BYTES = 2048
+"""From this width on a cut through columns is read row by row; narrower ones read whole rows and cut in memory."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class SafetensorsFile:
             return
         if width == row_bytes and out.flags.c_contiguous:
             self._fill(out.reshape(-1), entry.offset + rows[0] * row_bytes)
+            return
+        if _SCATTER_BYTES <= width < row_bytes:
+            for row in range(rows[0], rows[1]):
+                self._fill(out[row - rows[0]], entry.offset + row * row_bytes + start)
             return
         step = max(1, _CHUNK_BYTES // row_bytes)
         scratch = np.empty((min(step, rows[1] - rows[0]), row_bytes), np.uint8)
