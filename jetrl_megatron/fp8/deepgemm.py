@@ -19,6 +19,7 @@ import torch
 from jetrl_megatron.fp8 import triton_quantize
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK
+from jetrl_megatron.fp8.triton_accumulate import accumulate
 
 E4M3 = torch.float8_e4m3fn
 GROUP_RECIPE = (1, 1, 128)
@@ -57,7 +58,7 @@ class DeepGemmKernels:
         """dW = dY^T X, added into `out` [N, K] float32 in place."""
         if x_t.block == WEIGHT_BLOCK:
             product = self._block_gemm(dy_t, x_t, compiled_dims="mn")
-            return product.to(torch.float32) if out is None else out.add_(product)
+            return product.to(torch.float32) if out is None else accumulate(out, product)
         _check_operands(dy_t, x_t, ROW_BLOCK)
         if out is None:
             out = torch.zeros((dy_t.shape[0], x_t.shape[0]), dtype=torch.float32, device=dy_t.data.device)

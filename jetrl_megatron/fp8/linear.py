@@ -103,7 +103,7 @@ class _Fp8Linear(torch.autograd.Function):
             dw = _deliver(ctx.weight_ref, lambda out: kernels.wgrad(dy_t, x_t, out))
         elif ctx.needs_input_grad[1]:
             x_TK = _saved_bf16(kept, ctx.block, precision, ctx.num_toks)
-            dw = _deliver(ctx.weight_ref, lambda out: _accumulate(_mm(dy_TN.t(), x_TK.t(), torch.float32), out))
+            dw = _deliver(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
         return dx, dw, None, None, None, None
 
 
@@ -121,7 +121,7 @@ class _Bf16Linear(torch.autograd.Function):
         dx = _mm(dy_TN, weight.t(), torch.bfloat16) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = _deliver(ctx.weight_ref, lambda out: _accumulate(_mm(dy_TN.t(), x_TK.t(), torch.float32), out))
+            dw = _deliver(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
         return dx, dw, None
 
 
@@ -182,9 +182,13 @@ def _saved_bf16(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, p
     return value[:, :num_toks].t() if precision.saved_activation is SavedActivation.fp8_dual else value
 
 
-def _accumulate(value: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """`value` added into `out` in place, or `value` itself."""
-    return value if out is None else out.add_(value)
+def _wgrad_bf16(dy_TN: torch.Tensor, x_TK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """dY^T X of BF16 matrices, added into FP32 `out` in place, or alone in BF16."""
+    if out is None:
+        return _mm(dy_TN.t(), x_TK.t(), torch.bfloat16)
+    if dy_TN.device.type == "cuda" and dy_TN.shape[0]:
+        return torch.addmm(out, dy_TN.t(), x_TK, out_dtype=torch.float32, out=out)
+    return out.add_(_mm(dy_TN.t(), x_TK.t(), torch.float32))
 
 
 def _deliver(weight: torch.Tensor, compute) -> torch.Tensor:

@@ -16,7 +16,16 @@ import triton.language as tl
 from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, check_input
-from jetrl_megatron.fp8.triton_cast import cast_flags, contiguous_rows, group_scale, magnitude_bits, to_codes
+from jetrl_megatron.fp8.triton_cast import (
+    cast_format,
+    contiguous_rows,
+    group_scale,
+    inverse,
+    largest_bits,
+    magnitude_bits,
+    to_bytes,
+    to_words,
+)
 from jetrl_megatron.fp8.triton_source import FP8, PLAIN, Source, load_source
 
 E4M3 = torch.float8_e4m3fn
@@ -96,7 +105,7 @@ def quantize_rows(source: Source, *, dtype: torch.dtype, scale_format: ScaleForm
             EVEN=rows % ROW_TILE == 0 and cols % GROUP == 0,
             TILE=ROW_TILE,
             num_warps=ROW_WARPS,
-            **cast_flags(source.x.dtype, dtype, scale_format),
+            F=cast_format(source.x.dtype, dtype, scale_format),
         )
     return out
 
@@ -115,7 +124,7 @@ def quantize_tiles(
             row_.data.view(torch.uint8),
             row_.scale,
             *row_.scale.stride(),
-            t_.data.view(torch.uint8),
+            t_.data.view(torch.int32) if t_out is not None else t_.data.view(torch.uint8),
             t_.scale,
             *t_.scale.stride(),
             KIND=source.kind,
@@ -123,7 +132,7 @@ def quantize_tiles(
             T=t_mode,
             EVEN=rows % GROUP == 0 and cols % GROUP == 0,
             num_warps=TILE_WARPS,
-            **cast_flags(source.x.dtype, dtype, scale_format),
+            F=cast_format(source.x.dtype, dtype, scale_format),
         )
     return row_out, t_out
 
@@ -168,21 +177,14 @@ def _row_kernel(
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
     TILE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr,
-    UE8M0: tl.constexpr,
-    EXACT_DIV: tl.constexpr,
-    SOFT: tl.constexpr,
+    F: tl.constexpr,
 ):
     """TILE rows of one group of 128 columns."""
     r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     c = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    x = load_source(x_ptr, aux_ptr, weight_ptr, r, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, SOFT)
-    scale = group_scale(tl.max(magnitude_bits(x), 1), LIMIT, FLOOR, UE8M0)
-    codes = to_codes(x, scale[:, None], LIMIT, EXACT_DIV, SOFT)
-    mask = None if EVEN else (r < rows)[:, None] & (c < cols)[None, :]
-    tl.store(codes_ptr + r[:, None] * cols + c[None, :], codes, mask=mask)
-    tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * scale_stride_c + r, scale, mask=None if EVEN else r < rows)
+    x = load_source(x_ptr, aux_ptr, weight_ptr, r, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
+    scale_ptr += tl.program_id(1).to(tl.int64) * scale_stride_c
+    _store_rows(x, codes_ptr, scale_ptr, r, c, rows, cols, EVEN, F)
 
 
 @triton.jit
@@ -207,41 +209,76 @@ def _tile_kernel(
     ROW: tl.constexpr,
     T: tl.constexpr,
     EVEN: tl.constexpr,
-    LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr,
-    UE8M0: tl.constexpr,
-    EXACT_DIV: tl.constexpr,
-    SOFT: tl.constexpr,
+    F: tl.constexpr,
 ):
-    """One 128x128 tile: read once, written row-wise, transposed, or both."""
+    """One 128x128 tile: read once, written row-wise, transposed, or both.
+
+    The tile is four [32, 128] parts, part j with the rows 4 i + j: the codes of four neighbouring rows then meet in one thread as one
+    32-bit word, and the transpose through shared memory moves words instead of bytes.
+    """
     block_r, block_c = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    r = block_r * 128 + tl.arange(0, 128)
+    r = block_r * 128 + 4 * tl.arange(0, 32)
     c = block_c * 128 + tl.arange(0, 128)
-    x = load_source(x_ptr, aux_ptr, weight_ptr, r, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, SOFT)
-    bits = magnitude_bits(x)
-    row_ptrs = row_codes_ptr + r[:, None] * cols + c[None, :]
-    t_ptrs = t_codes_ptr + c[:, None] * (tl.num_programs(0).to(tl.int64) * 128) + r[None, :]
-    mask = None if EVEN else (r < rows)[:, None] & (c < cols)[None, :]
-    row_mask = None if EVEN else r < rows
+    x0 = load_source(x_ptr, aux_ptr, weight_ptr, r, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
+    x1 = load_source(x_ptr, aux_ptr, weight_ptr, r + 1, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
+    x2 = load_source(x_ptr, aux_ptr, weight_ptr, r + 2, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
+    x3 = load_source(x_ptr, aux_ptr, weight_ptr, r + 3, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
+    words = tl.arange(0, 32)
+    t_ptrs = t_codes_ptr + c[:, None] * (tl.num_programs(0).to(tl.int64) * 32) + (block_r * 32 + words)[None, :]
     col_mask = None if EVEN else c < cols
     t_mask = None if EVEN else (c < cols)[:, None]
-    if ROW == 1:
-        scale = group_scale(tl.max(bits, 1), LIMIT, FLOOR, UE8M0)
-        tl.store(row_ptrs, to_codes(x, scale[:, None], LIMIT, EXACT_DIV, SOFT), mask=mask)
-        tl.store(row_scale_ptr + block_c * row_scale_stride_c + r * row_scale_stride_r, scale, mask=row_mask)
-    if T == 1:
-        scale = group_scale(tl.max(bits, 0), LIMIT, FLOOR, UE8M0)
-        tl.store(t_ptrs, tl.trans(to_codes(x, scale[None, :], LIMIT, EXACT_DIV, SOFT)), mask=t_mask)
-        tl.store(t_scale_ptr + block_r * t_scale_stride_c + c * t_scale_stride_r, scale, mask=col_mask)
-    if ROW == 2 or T == 2:
-        scale = group_scale(tl.max(tl.max(bits, 1), 0), LIMIT, FLOOR, UE8M0)
-        codes = to_codes(x, scale + tl.zeros_like(x), LIMIT, EXACT_DIV, SOFT)
+    if ROW == 2 or T != 0:
+        amax_c = tl.max(largest_bits(x0, x1, x2, x3, F), 0)
+        if ROW == 2 or T == 2:
+            scale = group_scale(tl.max(amax_c, 0), F)
+            high, low = inverse(tl.full([128], 0.0, dtype=tl.float32) + scale, F)
+        else:
+            scale_c = group_scale(amax_c, F)
+            high, low = inverse(scale_c, F)
         if ROW == 2:
-            tl.store(row_ptrs, codes, mask=mask)
+            _store_bytes(to_bytes(x0, high[None, :], low[None, :], F), row_codes_ptr, r, c, rows, cols, EVEN)
+            _store_bytes(to_bytes(x1, high[None, :], low[None, :], F), row_codes_ptr, r + 1, c, rows, cols, EVEN)
+            _store_bytes(to_bytes(x2, high[None, :], low[None, :], F), row_codes_ptr, r + 2, c, rows, cols, EVEN)
+            _store_bytes(to_bytes(x3, high[None, :], low[None, :], F), row_codes_ptr, r + 3, c, rows, cols, EVEN)
             tl.store(row_scale_ptr + block_r * row_scale_stride_r + block_c * row_scale_stride_c, scale)
+        if T != 0:
+            tl.store(t_ptrs, tl.trans(to_words(x0, x1, x2, x3, high[None, :], low[None, :], F)), mask=t_mask)
+        if T == 1:
+            tl.store(t_scale_ptr + block_r * t_scale_stride_c + c * t_scale_stride_r, scale_c, mask=col_mask)
         if T == 2:
-            tl.store(t_ptrs, tl.trans(codes), mask=t_mask)
             tl.store(t_scale_ptr + block_c * t_scale_stride_r + block_r * t_scale_stride_c, scale)
+    if ROW == 1:
+        row_scale_ptr += block_c * row_scale_stride_c
+        _store_rows(x0, row_codes_ptr, row_scale_ptr, r, c, rows, cols, EVEN, F)
+        _store_rows(x1, row_codes_ptr, row_scale_ptr, r + 1, c, rows, cols, EVEN, F)
+        _store_rows(x2, row_codes_ptr, row_scale_ptr, r + 2, c, rows, cols, EVEN, F)
+        _store_rows(x3, row_codes_ptr, row_scale_ptr, r + 3, c, rows, cols, EVEN, F)
+
+
+@triton.jit
+def _store_bytes(codes, codes_ptr, r, c, rows, cols, EVEN: tl.constexpr):
+    """Rows r and columns c of a row-major byte matrix."""
+    mask = None if EVEN else (r < rows)[:, None] & (c < cols)[None, :]
+    tl.store(codes_ptr + r[:, None] * cols + c[None, :], codes, mask=mask)
+
+
+@triton.jit
+def _store_rows(
+    x,
+    codes_ptr,
+    scale_ptr,
+    r,
+    c,
+    rows,
+    cols,
+    EVEN: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Quantise rows of one group of 128 columns; scale_ptr points at the group's column of scales."""
+    scale = group_scale(tl.max(magnitude_bits(x, F), 1), F)
+    high, low = inverse(scale, F)
+    _store_bytes(to_bytes(x, high[:, None], low[:, None], F), codes_ptr, r, c, rows, cols, EVEN)
+    tl.store(scale_ptr + r, scale, mask=None if EVEN else r < rows)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What a quantiser reads: a plain matrix, FP8 codes, or the operands of the operation that it is fused with.
 
-Enters: pointers of one of four sources. Leaves: a tile of FP32 values that are exactly the BF16 (or dequantised) values which the unfused
-path would have written to memory and read back.
+Enters: pointers of one of four sources. Leaves: a tile of exactly the BF16 (or dequantised FP32) values which the unfused path would have
+written to memory and read back.
 Equations, [R, C] each: plain x; fp8 code * scale; norm bf16(bf16(x * rstd) * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
 swiglu bf16(bf16(gate / (1 + exp(-gate))) * up) with x = [gate | up]. The inner roundings are those of the rollout engine's own kernels.
 
@@ -41,12 +41,14 @@ class Source:
 
 @triton.jit
 def round_bf16(x, SOFT: tl.constexpr):
-    """FP32 values rounded to nearest even BF16, in FP32."""
+    """FP32 values rounded to nearest even BF16; in FP32 where `SOFT`."""
     if SOFT:
         bits = x.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        return tl.where(x == x, rounded, bits).to(tl.float32, bitcast=True)
-    return x.to(tl.bfloat16, fp_downcast_rounding="rtne").to(tl.float32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        rounded = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
+    else:
+        rounded = x.to(tl.bfloat16, fp_downcast_rounding="rtne")
+    return rounded
 
 
 @triton.jit
@@ -65,7 +67,7 @@ def load_source(
     EVEN: tl.constexpr,
     SOFT: tl.constexpr,
 ):
-    """Rows r and columns c (int64 vectors) of the source in FP32; zero outside [rows, cols]. EVEN: no element is outside."""
+    """Rows r and columns c (int64 vectors) of the source, BF16 or FP32; zero outside [rows, cols]. EVEN: no element is outside."""
     mask = None if EVEN else (r < rows)[:, None] & (c < cols)[None, :]
     row_mask = None if EVEN else r < rows
     other = None if EVEN else 0
@@ -78,15 +80,15 @@ def load_source(
         rstd = tl.load(aux_ptr + r * aux_stride_r, mask=row_mask, other=other)
         weight = tl.load(weight_ptr + c, mask=None if EVEN else c < cols, other=other).to(tl.float32)
         normed = round_bf16(raw.to(tl.float32) * rstd[:, None], SOFT)
-        x = round_bf16(normed * weight[None, :], SOFT)
+        x = round_bf16(normed.to(tl.float32) * weight[None, :], SOFT)
     elif KIND == 3:
         gate = raw.to(tl.float32)
         up = tl.load(x_ptr + offset + cols, mask=mask, other=other).to(tl.float32)
         denominator = 1.0 + tl.exp(-gate)
         silu = round_bf16(tl.div_rn(gate, denominator), SOFT)
-        x = round_bf16(silu * up, SOFT)
+        x = round_bf16(silu.to(tl.float32) * up, SOFT)
     else:
-        x = raw.to(tl.float32)
+        x = raw
     return x
 
 

@@ -14,7 +14,7 @@ from jetrl_megatron.fp8.quantize import quantize, quantize_dual
 from jetrl_megatron.fp8.triton_fused import rms_norm_quantize, swiglu_quantize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(130, 256), (1, 128), (128, 384)]
+SHAPES = [(130, 256), (1, 128)]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:

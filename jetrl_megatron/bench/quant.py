@@ -1,0 +1,123 @@
+"""`bench quant`: every quantiser against the measured copy bandwidth, after its bytes were compared with the reference.
+
+Enters: shapes. Leaves: a table of milliseconds, TB/s and share of the copy ceiling; exit 1 where a byte differs.
+Bytes counted are the fewest that the operation can move: inputs read once, codes and scales written once.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+import jetrl_megatron.fp8.quantize as reference
+from jetrl_megatron.bench.rivals import torchao_quantizers, vllm_quantizer
+from jetrl_megatron.bench.timing import copy_bandwidth, machine, measure, print_table, require_cuda, write_json
+from jetrl_megatron.fp8.block_scaled import BlockScaled
+
+COLUMNS = ("kernel", "rows", "cols", "bytes equal", "ms", "p10", "p90", "TB/s", "of copy")
+DEFAULT_SHAPES = ("16384x4096", "16384x12288")
+EPS = 1e-6
+BATCH = 8
+"""Calls between two events: launches then overlap with the kernels before them, as in training."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One quantiser at one shape."""
+
+    name: str
+    run: Callable[[], object]
+    bytes_moved: int
+    expected: Callable[[], tuple[BlockScaled, ...]] | None = None
+    """What the blocks in the result have to be, byte for byte; None where it is not ours to say."""
+
+
+def cases(x: torch.Tensor) -> list[Case]:
+    """The quantisers of this project on x [R, C] BF16."""
+    from jetrl_megatron.fp8 import triton_fused, triton_quantize
+
+    rows, cols = x.shape
+    size, scales = x.numel(), x.numel() // 128 * 4
+    gate_up = torch.randn(rows, 2 * cols, device=x.device, dtype=torch.bfloat16)
+    weight = torch.randn(cols, device=x.device).bfloat16()
+    row_wise = triton_quantize.quantize(x, (1, 128))
+
+    def norm_expected() -> tuple[BlockScaled, ...]:
+        rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
+        return reference.quantize_dual((x.float() * rstd).bfloat16() * weight)
+
+    def swiglu_expected() -> tuple[BlockScaled, ...]:
+        gate, up = gate_up.chunk(2, dim=1)
+        return reference.quantize_dual(torch.nn.functional.silu(gate) * up)
+
+    return [
+        Case("row", lambda: triton_quantize.quantize(x, (1, 128)), 3 * size + scales, lambda: (reference.quantize(x, (1, 128)),)),
+        Case("dual", lambda: triton_quantize.quantize_dual(x), 4 * size + 2 * scales, lambda: reference.quantize_dual(x)),
+        Case(
+            "dual, blocks",
+            lambda: triton_quantize.quantize_dual(x, t_block=(128, 128)),
+            4 * size + scales,
+            lambda: reference.quantize_dual(x, t_block=(128, 128)),
+        ),
+        Case("weight", lambda: triton_quantize.quantize(x, (128, 128)), 3 * size, lambda: (reference.quantize(x, (128, 128)),)),
+        Case("weight, both", lambda: triton_quantize.quantize_weight(x), 4 * size, lambda: reference.quantize_weight(x)),
+        Case("transpose", lambda: triton_quantize.transpose(row_wise), 2 * size, lambda: (row_wise.transpose(),)),
+        Case(
+            "requantise",
+            lambda: triton_quantize.requantize_transposed(row_wise),
+            2 * size + 2 * scales,
+            lambda: (reference.requantize_transposed(row_wise),),
+        ),
+        Case("norm + dual", lambda: triton_fused.rms_norm_quantize(x, weight, EPS), 6 * size + 2 * scales, norm_expected),
+        Case("swiglu + dual", lambda: triton_fused.swiglu_quantize(gate_up), 6 * size + 2 * scales, swiglu_expected),
+    ]
+
+
+def rival_cases(x: torch.Tensor) -> list[Case]:
+    """Other libraries' casts of the same matrix; 3 bytes an element each."""
+    moved = 3 * x.numel() + x.numel() // 128 * 4
+    found = {**torchao_quantizers(), **vllm_quantizer()}
+    return [Case(name, (lambda f=run: f(x)), moved) for name, run in found.items()]
+
+
+def flips(case: Case) -> int | None:
+    """Differing codes and scales of a case's result from what they have to be; None where nothing is expected."""
+    if case.expected is None:
+        return None
+    result = case.run()
+    blocks = [b for b in (result if isinstance(result, tuple) else (result,)) if isinstance(b, BlockScaled)]
+    count = 0
+    for got, want in zip(blocks, case.expected(), strict=True):
+        count += int((got.data.view(torch.uint8) != want.data.view(torch.uint8)).sum())
+        count += int((got.scale.contiguous().view(torch.int32) != want.scale.contiguous().view(torch.int32)).sum())
+    return count
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; argv as in `--help`. Returns 0, or 1 where a byte differs."""
+    parser = argparse.ArgumentParser(prog="bench quant", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", metavar="RxC", help=f"default: {', '.join(DEFAULT_SHAPES)}")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", default="", metavar="FILE", help="append one object a line")
+    args = parser.parse_args(argv)
+    require_cuda("bench quant")
+    ceiling = copy_bandwidth()
+    torch.manual_seed(0)
+    rows_out: list[dict[str, object]] = []
+    for shape in args.shape or DEFAULT_SHAPES:
+        rows, cols = map(int, shape.split("x"))
+        x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
+        for case in cases(x) + rival_cases(x):
+            different = flips(case)
+            timing = measure(case.run, args.repeats, batch=BATCH)
+            rate = case.bytes_moved / (timing.median_ms * 1e-3)
+            equal = "" if different is None else ("yes" if different == 0 else f"{different} differ")
+            rows_out.append(
+                {"kernel": case.name, "rows": rows, "cols": cols, "bytes equal": equal, "ms": timing.median_ms, "p10": timing.p10_ms}
+                | {"p90": timing.p90_ms, "TB/s": rate / 1e12, "of copy": rate / ceiling, "different": different, **asdict(timing)}
+            )
+    print(machine(), f"copy {ceiling / 1e12:.3f} TB/s")
+    print_table("Quantisers", COLUMNS, rows_out)
+    write_json(args.json, [{"bench": "quant", **machine(), "copy_TBps": ceiling / 1e12, **row} for row in rows_out])
+    return 1 if any(row["different"] for row in rows_out) else 0

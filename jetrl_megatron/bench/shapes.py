@@ -1,0 +1,32 @@
+"""The linear layers that are timed: (N, K) of the four fused linears of a decoder layer at TP 1."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """Dimensions of one dense decoder layer."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(N, K) by name: fused q, k, v; attention output; fused gate and up; down."""
+        attention = self.num_heads * self.head_dim
+        return {
+            "qkv": (attention + 2 * self.num_kv_heads * self.head_dim, self.hidden),
+            "o": (self.hidden, attention),
+            "fc1": (2 * self.ffn, self.hidden),
+            "fc2": (self.hidden, self.ffn),
+        }
+
+
+MODELS = {
+    "qwen3-8b": DecoderShape(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=12288),
+    "qwen3-14b": DecoderShape(hidden=5120, num_heads=40, num_kv_heads=8, head_dim=128, ffn=17408),
+    "qwen3-32b": DecoderShape(hidden=5120, num_heads=64, num_kv_heads=8, head_dim=128, ffn=25600),
+}
+"""By name, from the models' published configurations."""

@@ -1,0 +1,94 @@
+"""How a number is measured: device events around each call, medians, the machine and the ceilings beside it.
+
+Enters: functions that launch device work. Leaves: `Timing`s, and records for the table and the JSON lines.
+Left out: what is measured (quant.py, linear.py).
+"""
+
+import json
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured function, milliseconds."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    repeats: int
+
+    @property
+    def spread(self) -> float:
+        """(p90 - p10) / median."""
+        return (self.p90_ms - self.p10_ms) / self.median_ms
+
+
+def measure(run: Callable[[], object], repeats: int = 20, warmup: int = 3, batch: int = 1) -> Timing:
+    """Time `run` on the current CUDA device: `warmup` calls unmeasured, then `repeats` pairs of events around `batch` calls each.
+
+    Calls follow each other without a pause, so that each is charged for writing out what the one before left in the L2 cache. `run` has to
+    move several times the L2 cache, or it is timed from cache.
+    """
+    for _ in range(warmup):
+        run()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        start.record()
+        for _ in range(batch):
+            run()
+        end.record()
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(end) / batch for start, end in pairs)
+    return Timing(statistics.median(times), times[len(times) // 10], times[-1 - len(times) // 10], repeats)
+
+
+def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
+    """Bytes read plus written a second by a device-to-device copy of `num_bytes`: the ceiling of every quantiser."""
+    source = torch.empty(num_bytes, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (measure(lambda: target.copy_(source), batch=4).median_ms * 1e-3)
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were measured on."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+    }
+
+
+def calc_diff(a: torch.Tensor, b: torch.Tensor) -> float:
+    """1 - 2ab / (aa + bb) in float64: about the squared relative error, 0 for equal tensors; NaN never passes a comparison."""
+    a, b = a.detach().double(), b.detach().double()
+    return 1.0 - float(2 * (a * b).sum() / (a * a + b * b).sum())
+
+
+def require_cuda(what: str) -> None:
+    """Raise ValueError where no CUDA device is there to time."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"{what} times CUDA kernels and torch sees no CUDA device; run it on the machine of the training job")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
+    """Print a Markdown table of `rows` under `title`; floats get three significant decimals."""
+    print(f"\n### {title}\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    for row in rows:
+        cells = [row.get(c, "") for c in columns]
+        print("| " + " | ".join(f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
+
+
+def write_json(path: str, records: Sequence[dict[str, object]]) -> None:
+    """Append one JSON object a line; nothing where `path` is empty."""
+    if path:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
