@@ -81,8 +81,7 @@ def prepare(source: Checkpoint, target: Target) -> Prepared:
         tensors = megatron_tensors(source.arch, target.layout, fp8)
         file_of = {(t.location, t.name): f"{t.location}.safetensors" for t in tensors}
     else:
-        if source.layout is not None:
-            check_layout_of(source.arch, source.layout, fp8)
+        check_layout_of(source.arch, ParallelLayout(), fp8 if target.cast is not None else frozenset())
         tensors = hf_tensors(source.arch, fp8)
         file_of = hf_shard_files(tensors, target.max_shard_bytes)
     return Prepared(source=source, target=target, fp8=fp8, plan=make_plan(source.tensors, tensors), file_of=file_of)

@@ -195,4 +195,14 @@ def test_precision_never_changes_unasked_and_illegal_fp8_layouts_are_refused(tmp
         convert(write_bf16(tmp_path / "bf16", DIM64), tmp_path / "x", Target(kind="hf", cast="bf16"))
     with pytest.raises(ValueError, match=r"k_proj rows 256 / tp 4 = 64.*TP degrees that work: 1, 2"):
         convert(source, tmp_path / "x", megatron(tp=4))
+    unaligned = write_bf16(tmp_path / "unaligned", {**DIM64, "num_key_value_heads": 1})
+    with pytest.raises(ValueError, match=r"k_proj rows 64 / tp 1 = 64.*TP degrees that work: none"):
+        convert(unaligned, tmp_path / "x", Target(kind="hf", cast="fp32"))
     assert not (tmp_path / "x").exists() and not (tmp_path / ".x.partial").exists()
+
+
+def test_bf16_shards_of_any_layout_may_be_quantised_into_a_hugging_face_directory(tmp_path):
+    source = write_bf16(tmp_path / "bf16", DIM64)
+    convert(source, tmp_path / "m", megatron(tp=4))  # 64 rows of k a rank: no FP8 layout, but HF tensors are whole
+    convert(tmp_path / "m", tmp_path / "hf", Target(kind="hf", cast="fp32"))
+    assert as_bytes(tmp_path / "hf") == as_bytes(write_fp8(tmp_path / "fp8", DIM64))

