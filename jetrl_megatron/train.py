@@ -2,9 +2,9 @@
 
     prompts -> rollout -> rewards -> advantages -> batch -> log-probs, reference -> update -> quantise -> next version
 
-Enters: a recipe. Leaves: records, checkpoints, an HF export, curves and summary.json in the run directory. Happens-before: a completion is drawn
-with version v only after the optimizer step that made v has written BF16 parameters and they were quantised once. The run resumes by itself
-from the newest complete checkpoint and then continues bit for bit as if it had not stopped.
+Enters: a recipe. Leaves: records, checkpoints, an HF export, curves and summary.json in the run directory. Happens-before: a completion is
+drawn with version v only after the optimizer step that made v has written BF16 parameters and they were quantised once. The run resumes by
+itself from the newest complete checkpoint and then continues bit for bit as if it had not stopped.
 """
 
 import time
@@ -90,7 +90,6 @@ def _prepare(session: Session, stop: StopSignal) -> bool:
 def _step(session: Session, metrics: Metrics | None, step: int) -> None:
     """Take one step of the loop and write its record."""
     recipe = session.recipe
-    session.phases.take()
     rollouts = collect(session, step)
     samples = make_samples(rollouts.prompts, rollouts.completions, rollouts.rewards, recipe.grpo, recipe.rollout.max_new_toks)
     values = learn(session, samples)

@@ -3,8 +3,8 @@
 Enters: a recipe, a Hugging Face directory, the ranks. Leaves: `train_step` (forward, backward, update, quantise), `logprobs`,
 `reference_logprobs`, `state_dict`, `export_hf`. The local rollout engine decodes with this object's own chunks.
 
-Order inside `train_step`, which is the invariant of the loop: gradients of all micro-batches, reduction, clip and AdamW on FP32 masters, BF16
-parameters, then one quantisation of every FP8 weight; only then does the version grow.
+Order inside `train_step`, which is the invariant of the loop: gradients of all micro-batches, reduction, clip and AdamW on FP32
+masters, BF16 parameters, then one quantisation of every FP8 weight; only then does the version grow.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,22 +26,11 @@ from jetrl_megatron.actor.optimizer import ActorOptimizer, wrap_chunks
 from jetrl_megatron.actor.parallel_state import Ranks
 from jetrl_megatron.actor.pipeline_step import LossFunction, PipelineStep
 from jetrl_megatron.actor.sides import FlowSides
-from jetrl_megatron.config import LinearPrecision, OptimConfig, PrecisionConfig, Recipe
+from jetrl_megatron.config import Arm, OptimConfig, PrecisionConfig, Recipe
 from jetrl_megatron.contracts import TrainBatch
 from jetrl_megatron.fp8 import resolve_backend
 
 PhaseTimer = Callable[[str], AbstractContextManager[Any]]
-
-
-def check_recipe_layout(recipe: Recipe, arch: ModelArchitecture) -> None:
-    """Refuse an illegal layout before anything is built.
-
-    Raises:
-        ValueError: naming the value, the limit and the TP degrees that work.
-    """
-    fp8 = LinearPrecision.fp8 in (recipe.precision.train_linear, recipe.precision.rollout_linear)
-    layout = model_layout(recipe.parallel, recipe.precision.row_parallel)
-    check_layout(arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
 
 
 class Actor:
@@ -57,9 +46,9 @@ class Actor:
 
     def __init__(self, recipe: Recipe, arch: ModelArchitecture, hf_dir: Path, ranks: Ranks, device: torch.device) -> None:
         """Build, load, wrap and quantise; raises ValueError on an illegal layout or weights that do not fit."""
-        check_recipe_layout(recipe, arch)
         self.recipe, self.arch, self.ranks, self.device = recipe, arch, ranks, device
         self.layout = model_layout(recipe.parallel, recipe.precision.row_parallel)
+        check_layout(arch, self.layout, fp8=recipe.precision.arm is not Arm.bf16, bf16_layers=recipe.precision.bf16_layers)
         self.backend = resolve_backend(recipe.precision.backend, device)
         self._config = transformer_config(arch, recipe.parallel, recipe.precision.row_parallel, device)
         self._config.finalize_model_grads_func = _finalize

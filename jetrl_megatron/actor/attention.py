@@ -2,9 +2,9 @@
 
     o_i = sum_j p_ij v_j,   p_i = softmax_j<=i(q_i . k_j / sqrt(d))
 
-Enters: q [T, Hq, D], k and v [T, Hkv, D], BF16, before rope, and a PackedContext. Leaves: [T, Hq * D] BF16. Everything between is computed in
-the accumulation type (float64 on a CPU) and rounded once, so that a token's output is the same from the training forward (all its
-sequence at once) as from decoding (one query against the cache): the invariant that the rollout is a subgraph of training. The
+Enters: q [T, Hq, D], k and v [T, Hkv, D], BF16, before rope, and a PackedContext. Leaves: [T, Hq * D] BF16. Everything between is
+computed in the accumulation type (float64 on a CPU) and rounded once, so that a token's output is the same from the training forward
+(all its sequence at once) as from decoding (one query against the cache): the invariant that the rollout is a subgraph of training. The
 backward keeps only q, k, v and computes the probabilities again.
 
 Legend: n queries, m keys, g query heads a kv head.

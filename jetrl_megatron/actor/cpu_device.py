@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 class _CudaOnCpu(TorchFunctionMode):
     """Redirects the tensor calls that name CUDA to the CPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

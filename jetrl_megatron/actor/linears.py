@@ -1,7 +1,8 @@
 """Column- and row-parallel linears that run the unified precision flow; Megatron builds them from the layer spec.
 
-Enters: activations [T or T/TP, 1, K] BF16. Leaves: [T or T/TP, 1, N/TP or N] BF16. The GEMMs and their quantisation are `jetrl_megatron.fp8`'s;
-this file adds the communication of tensor and sequence parallelism around them, through Megatron's own autograd mappings.
+Enters: activations [T or T/TP, 1, K] BF16. Leaves: [T or T/TP, 1, N/TP or N] BF16. The GEMMs and their quantisation are
+`jetrl_megatron.fp8`'s; this file adds the communication of tensor and sequence parallelism around them, through Megatron's own autograd
+mappings.
 
 Each linear has two sides, `train` and `rollout`, with a precision each and, where it is FP8, a weight cache that holds the bytes quantised
 once a step. In the `jetrl` arm both sides are the same object. Which side runs is set on the whole model (`sides.py`), never guessed.

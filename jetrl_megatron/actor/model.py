@@ -1,8 +1,8 @@
 """The policy network: Megatron-core's GPTModel for dense Llama-3.x, Qwen2.5 and Qwen3, with this project's layer spec.
 
-Enters: ModelArchitecture, ParallelConfig, the ranks. Leaves: one `PolicyModel` for each model chunk of this pipeline rank, empty weights. The
-model ends at the final norm: logits are made by `logprobs.py`, which never holds [T, V] in FP32 at once, with the BF16 lm_head weight.
-Invariant: dropout is 0, rope lives in the core attention, the residual stream is BF16.
+Enters: ModelArchitecture, ParallelConfig, the ranks. Leaves: one `PolicyModel` for each model chunk of this pipeline rank, empty
+weights. The model ends at the final norm: logits are made by `logprobs.py`, which never holds [T, V] in FP32 at once, with the BF16
+lm_head weight. Invariant: dropout is 0, rope lives in the core attention, the residual stream is BF16.
 """
 
 from dataclasses import dataclass

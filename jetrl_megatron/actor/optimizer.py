@@ -134,7 +134,8 @@ def _load_shard_state(part: Any, saved: dict[str, Any]) -> None:
         for master, entry in zip(group["params"], old["params"], strict=True):
             if master.shape != entry["master"].shape:
                 raise ValueError(
-                    f"optimizer shard is {tuple(entry['master'].shape)} in the checkpoint, {tuple(master.shape)} here: resume with the same layout"
+                    f"optimizer shard is {tuple(entry['master'].shape)} in the checkpoint, {tuple(master.shape)} here: "
+                    "resume with the same layout"
                 )
             with torch.no_grad():
                 master.copy_(entry["master"])

@@ -26,7 +26,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors [slots, max_length, kv_heads, head_dim] of one layer; key, value: [T, kv_heads, head_dim] give the widths."""
+        """Return one layer's tensors [slots, max_length, kv_heads, head_dim]; key, value: [T, kv_heads, head_dim] give the widths."""
         if layer_number not in self._layers:
             shape = (self.num_slots, self.max_length)
             self._layers[layer_number] = (

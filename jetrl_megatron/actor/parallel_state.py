@@ -44,7 +44,7 @@ def initialize(parallel: ParallelConfig, device: torch.device, timeout_min: floa
     model_ranks = parallel.tp * parallel.pp
     if world % model_ranks:
         raise ValueError(
-            f"{world} processes cannot hold parallel.tp={parallel.tp} x parallel.pp={parallel.pp}: start a multiple of {model_ranks} processes"
+            f"{world} processes cannot hold parallel.tp={parallel.tp} x parallel.pp={parallel.pp}: start a multiple of {model_ranks}"
         )
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -8,6 +8,7 @@ Alignment: position j of a packed array speaks of labels_T[j] (see `contracts`).
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class PipelineStep:
     def _forward(self, iterator: Iterator[TrainBatch], chunk: Any, *, finish: Callable[..., Any]) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)
         bounds = batch.cu_seqlens_S.tolist()
-        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False) if b <= batch.num_real_toks]
+        lengths = [b - a for a, b in pairwise(bounds) if b <= batch.num_real_toks]
         context, positions = packed_context(lengths, batch.tokens_T.numel(), batch.tokens_T.device)
         hidden = chunk(batch.tokens_T[None], positions[None], None, packed_seq_params=context)
         return hidden, partial(finish, batch=batch, model=unwrap(chunk))

@@ -1,8 +1,8 @@
 """Which precision each linear runs on each side, and the weight caches behind it.
 
-Enters: model chunks, PrecisionConfig. Leaves: every linear with its flows attached, and the caches that `refresh` after each optimizer step.
-Invariant: the bytes that the training forward multiplies are the bytes that the rollout multiplies, because in the `jetrl` arm both sides
-hold the same cache; a cache refuses to serve a weight that changed since it was quantised.
+Enters: model chunks, PrecisionConfig. Leaves: every linear with its flows attached, and the caches that `refresh` after each optimizer
+step. Invariant: the bytes that the training forward multiplies are the bytes that the rollout multiplies, because in the `jetrl` arm
+both sides hold the same cache; a cache refuses to serve a weight that changed since it was quantised.
 """
 
 from collections.abc import Iterator

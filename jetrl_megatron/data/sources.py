@@ -2,7 +2,7 @@
 
 A source is one of
 
-    NAME                a data set with an adapter (`gsm8k`, `MATH-500`, also by its Hugging Face name), or `arithmetic[-<d>digit]`
+    NAME                a data set with an adapter (`gsm8k`, `MATH-500`, also by its Hugging Face name), or `arithmetic[-max][-<d>digit]`
     NAME:SPLIT          the same, another split
     PATH.jsonl          a file with the fields `question` and `answer`
     ADAPTER@PATH.jsonl  a file with the fields of that adapter
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jetrl_megatron.data.adapters import GENERIC, Adapter, Row, adapter_names, find_adapter
-from jetrl_megatron.data.arithmetic import arithmetic_rows, parse_name
+from jetrl_megatron.data.arithmetic import ArithmeticTask, arithmetic_rows, parse_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One parsed source: exactly one of `path`, `adapter.dataset` and `digits` says where the rows come from."""
+    """One parsed source: exactly one of `path`, `adapter.dataset` and `task` says where the rows come from."""
 
     name: str
     """As written, with the split where there is one; what prompt ids begin with."""
     adapter: Adapter | None = None
     path: Path | None = None
     split: str = ""
-    digits: int = 0
-    """Above 0: the arithmetic task."""
+    task: ArithmeticTask | None = None
+    """The synthetic problems."""
 
 
 def parse_source(text: str, evaluating: bool) -> Source:
@@ -45,10 +45,10 @@ def parse_source(text: str, evaluating: bool) -> Source:
             raise ValueError(f"source {text!r}: there is no file {path} (looked from {Path.cwd()})")
         return Source(name=text, adapter=known, path=path)
     name, _, split = text.partition(":")
-    digits = parse_name(name)
-    if digits:
+    task = parse_name(name)
+    if task is not None:
         split = split or ("test" if evaluating else "train")
-        return Source(name=f"{name}:{split}", digits=digits, split=split)
+        return Source(name=f"{name}:{split}", task=task, split=split)
     adapter = find_adapter(name)
     if adapter is None:
         raise ValueError(f"source {text!r} is no PATH.jsonl and no known data set; {_choices()}")
@@ -60,8 +60,8 @@ def parse_source(text: str, evaluating: bool) -> Source:
 
 def read_rows(source: Source) -> Iterator[tuple[int, Row]]:
     """Yield the rows of a source with their numbers, from 0."""
-    if source.digits:
-        yield from enumerate(arithmetic_rows(source.digits, source.split))
+    if source.task is not None:
+        yield from enumerate(arithmetic_rows(source.task, source.split))
     elif source.path is not None:
         yield from _read_jsonl(source)
     else:

@@ -1,7 +1,7 @@
 """Evaluation on held-out prompts with the run's own engine: pass@1, avg@k, pass@k.
 
-Enters: a session and its evaluation prompts. Leaves: plain numbers. Sampling is keyed by the run's seed, so two evaluations of the same weights
-agree, and evaluations before and after training draw with the same random numbers.
+Enters: a session and its evaluation prompts. Leaves: plain numbers. Sampling is keyed by the run's seed, so two evaluations of the same
+weights agree, and evaluations before and after training draw with the same random numbers.
 """
 
 from jetrl_megatron.contracts import SamplingParams
@@ -26,8 +26,8 @@ def evaluate(session: Session, prompts: PromptSet) -> dict[str, float]:
     """Score `eval.samples` completions of every prompt.
 
     Returns:
-        `reward` = `avg@k` (mean over prompts and samples), `pass@1` (first sample of each), `pass@k` (any right), `num_prompts`, `samples` (k),
-        `response_toks` (mean tokens).
+        `reward` = `avg@k` (mean over prompts and samples), `pass@1` (first sample of each), `pass@k` (any right), `num_prompts`,
+        `samples` (k), `response_toks` (mean tokens).
     """
     k = session.recipe.eval.samples
     with session.phases("eval"):

@@ -1,7 +1,7 @@
 """Samples to optimizer steps and the numbers of the step.
 
-Enters: samples of one rollout batch, equal on every rank. Leaves: updated weights, quantised, and the step's metrics. The mismatch is measured on
-what training really computes: the actor's own forward over the packed batch, against the log-probs that came with the rollout.
+Enters: samples of one rollout batch, equal on every rank. Leaves: updated weights, quantised, and the step's metrics. The mismatch is
+measured on what training really computes: the actor's own forward over the packed batch, against the log-probs of the rollout.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ def pack(session: Session, samples: Sequence[Sample]) -> list[TrainBatch]:
     batches = [build_train_batch(samples, indices, plan.length, weights) for indices in plan.indices[session.ranks.dp_rank]]
     for batch in batches:
         for name, value in vars(batch).items():
-            if isinstance(value, torch.Tensor):
+            # Segment bounds stay on the host, which cuts the batch by them.
+            if isinstance(value, torch.Tensor) and name != "cu_seqlens_S":
                 setattr(batch, name, value.to(session.device))
     return batches
 

@@ -1,7 +1,8 @@
 """Checkpoints of a session, and the Hugging Face export.
 
-Enters: a session at a step boundary. Leaves: `checkpoints/step_N` through the store (complete or invisible), or an HF directory. A checkpoint holds
-this rank's parameters, FP32 masters, moments and curve, and the position in the data; everything else is a function of seed and step.
+Enters: a session at a step boundary. Leaves: `checkpoints/step_N` through the store (complete or invisible), or an HF directory. A
+checkpoint holds this rank's parameters, FP32 masters, moments and curve, and the position in the data; everything else is a function of
+seed and step.
 """
 
 import shutil

@@ -1,7 +1,7 @@
 """Sharing plain Python values between the ranks of a run: within one model replica, over replicas, over everybody.
 
-Enters: picklable values. Leaves: the same value, or the list by data-parallel rank, on every rank. Invariant: every rank gets equal values in
-an order that does not depend on timing, so that all ranks plan the same batches.
+Enters: picklable values. Leaves: the same value, or the list by data-parallel rank, on every rank. Invariant: every rank gets equal
+values in an order that does not depend on timing, so that all ranks plan the same batches.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def all_true(flag: bool, device: torch.device) -> bool:
 
 
 def add_up(sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add dictionaries of scalar sums over data-parallel ranks, as they stand on the last pipeline stage; equal on every rank afterwards."""
+    """Add the last stage's dictionaries of scalar sums over data-parallel ranks; equal on every rank afterwards."""
     shared = from_last_stage({name: float(value) for name, value in sums.items()})
     total: dict[str, float] = {}
     for part in gather_replicas(shared):

@@ -7,6 +7,7 @@ Order: whatever a user can have got wrong (layout, data, tokenizer, reward funct
 import logging
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
-from jetrl_megatron.actor.actor import Actor, barrier, check_recipe_layout
+from jetrl_megatron.actor.actor import Actor, barrier
 from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.config import Engine, Recipe
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.data.order import PromptOrder
 from jetrl_megatron.data.prompts import PromptSet, load_prompts
 from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
-from jetrl_megatron.grpo.rewards import RewardPool
+from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
+from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.loop.synthetic_model import write_synthetic_model
 from jetrl_megatron.rollout.engine import RolloutEngine
@@ -75,17 +77,18 @@ def open_session(recipe: Recipe, argv: list[str]) -> Session:
     Raises:
         ValueError: for anything wrong in the recipe, the data, the model directory or the run directory.
     """
+    check_recipe_layout(recipe)
     device = local_device()
     _seed(recipe, device)
     ranks = parallel_state.initialize(recipe.parallel, device)
     run_dir = open_run_dir(recipe, argv, str(device), ranks.rank)
     source = _source_dir(recipe, run_dir, ranks)
     arch = ModelArchitecture.from_hf_directory(source)
-    check_recipe_layout(recipe, arch)
     tokenizer_dir = Path(recipe.model.tokenizer) if recipe.model.tokenizer else source
     tokenizer = load_tokenizer(tokenizer_dir)
     rewards = RewardPool(recipe.reward) if is_replica_leader() else None
-    train_prompts = load_prompts(recipe.data, "train", tokenizer)
+    check_gold = partial(gold_parses, cfg=recipe.reward)
+    train_prompts = load_prompts(recipe.data, "train", tokenizer, check_gold)
     if ranks.is_logger and any(train_prompts.dropped.values()):
         _LOG.warning("prompts left out of %d: %s", len(train_prompts.prompts), dict(train_prompts.dropped))
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
@@ -99,7 +102,7 @@ def open_session(recipe: Recipe, argv: list[str]) -> Session:
         tokenizer=tokenizer,
         stop_ids=stop_token_ids(source, tokenizer),
         train_prompts=train_prompts,
-        eval_prompts=load_prompts(recipe.data, "eval", tokenizer) if recipe.data.eval else None,
+        eval_prompts=load_prompts(recipe.data, "eval", tokenizer, check_gold) if recipe.data.eval else None,
         order=PromptOrder(len(train_prompts.prompts), train_prompts.fingerprint, recipe.run.seed, recipe.data.shuffle),
         rewards=rewards,
         phases=Phases(synchronize=synchronize),

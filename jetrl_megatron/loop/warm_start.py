@@ -1,7 +1,8 @@
 """The short supervised run before step 0: teaches the answers' form, so that rewards are not all zero.
 
-Enters: a session, WarmStartConfig. Leaves: an HF directory `warm_start` in the run directory, complete or not there; the run, its reference policy
-and every resume start from that directory. It runs in the actor's training precision. A killed warm start begins again from its seed.
+Enters: a session, WarmStartConfig. Leaves: an HF directory `warm_start` in the run directory, complete or not there; the run, its
+reference policy and every resume start from that directory. It runs in the actor's training precision. A killed warm start begins again
+from its seed.
 """
 
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from jetrl_megatron.config import Decay
-from jetrl_megatron.contracts import Sample
+from jetrl_megatron.contracts import Sample, TrainBatch
 from jetrl_megatron.data.prompts import target_token_ids
 from jetrl_megatron.grpo.batch import supervised_sample
 from jetrl_megatron.grpo.loss import supervised_loss
@@ -55,7 +56,7 @@ def run_warm_start(session: Session, stop: StopSignal) -> bool:
     return True
 
 
-def _loss(logp: torch.Tensor, entropy: torch.Tensor, batch):  # noqa: ANN001, ANN202 - LossFunction
+def _loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return supervised_loss(logp, batch)
 
 

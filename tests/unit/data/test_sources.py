@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.data.arithmetic import ALPHABET, arithmetic_rows, parse_name
+from jetrl_megatron.data.arithmetic import ALPHABET, ArithmeticTask, arithmetic_rows, parse_name
 from jetrl_megatron.data.sources import parse_source, read_rows
 
 
@@ -93,7 +93,8 @@ def test_without_the_library_the_error_names_both_ways_out(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 6])
 def test_arithmetic_is_right_disjoint_and_the_same_every_time(digits: int) -> None:
-    train, test = arithmetic_rows(digits, "train"), arithmetic_rows(digits, "test")
+    task = ArithmeticTask(digits=digits)
+    train, test = arithmetic_rows(task, "train"), arithmetic_rows(task, "test")
     for row in train + test:
         left, right = row.question.removesuffix("=").split("+")
         assert int(left) + int(right) == int(row.answer) and len(left) <= digits
@@ -101,12 +102,23 @@ def test_arithmetic_is_right_disjoint_and_the_same_every_time(digits: int) -> No
     assert len(test) >= 10
     questions = [row.question for row in train + test]
     assert len(set(questions)) == len(questions)
-    assert arithmetic_rows(digits, "train") == train
+    assert arithmetic_rows(task, "train") == train
     if digits <= 2:
         assert len(questions) == 10 ** (2 * digits)
 
 
+def test_the_larger_of_two_is_right() -> None:
+    rows = arithmetic_rows(ArithmeticTask(larger=True), "train")
+    assert len(rows) > 8500
+    for row in rows[:500]:
+        left, right = row.question.removeprefix("max(").removesuffix(")=").split(",")
+        assert int(row.answer) == max(int(left), int(right))
+        assert set(row.question + row.answer) <= set(ALPHABET)
+
+
 def test_arithmetic_names() -> None:
-    assert [parse_name(name) for name in ("arithmetic", "arithmetic-3digit", "gsm8k")] == [2, 3, None]
+    names = ("arithmetic", "arithmetic-3digit", "arithmetic-max", "arithmetic-max-1digit", "gsm8k")
+    tasks = [ArithmeticTask(digits=2), ArithmeticTask(digits=3), *(ArithmeticTask(digits=d, larger=True) for d in (2, 1)), None]
+    assert [parse_name(name) for name in names] == tasks
     with pytest.raises(ValueError, match="no split 'dev'"):
-        arithmetic_rows(2, "dev")
+        arithmetic_rows(ArithmeticTask(), "dev")
