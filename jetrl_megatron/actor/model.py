@@ -90,7 +90,10 @@ def transformer_config(
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,
         calculate_per_token_loss=True,
-        batch_p2p_comm=True,
+        # One batch of the interleaved schedule sends and receives in both directions. With two stages both are the same peer, which matches
+        # them in the order they were issued: activations would arrive as gradients. So the interleaved schedule issues them one by one.
+        batch_p2p_comm=parallel.vpp == 1,
+        overlap_p2p_comm=parallel.vpp > 1,
         flow_device=device,
         flow_row_parallel=row_parallel,
         flow_rope=RopeTable(inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling), device, torch.bfloat16),
