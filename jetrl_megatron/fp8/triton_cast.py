@@ -9,6 +9,7 @@ Equation and invariants: those of quantize.py, byte for byte. Two points where a
 On a CPU (TRITON_INTERPRET=1) the casts of the interpreter truncate, so `soft` selects casts in integer arithmetic and true divisions.
 """
 
+import functools
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class CastFormat(NamedTuple):
     soft: bool
     """Triton's interpreter: casts in integer arithmetic."""
     plain: bool
-    """True divisions, and FP32 at once: x is not BF16, or the interpreter runs."""
+    """One value at a time and true divisions: x is not BF16 or not aligned, or the interpreter runs."""
 
 
 def fp32_inverse(limit: float) -> tuple[float, float]:
@@ -50,8 +51,9 @@ def fp32_inverse(limit: float) -> tuple[float, float]:
     return high.item(), torch.tensor(float(low), dtype=torch.float32).item()
 
 
-def cast_format(x_dtype: torch.dtype, dtype: torch.dtype, scale_format: ScaleFormat) -> CastFormat:
-    """The cast of values of `x_dtype` to FP8 `dtype`."""
+@functools.cache
+def cast_format(paired: bool, dtype: torch.dtype, scale_format: ScaleFormat) -> CastFormat:
+    """The cast to FP8 `dtype`; paired: of BF16 values that are read two at a time."""
     limit = FP8_MAX[dtype]
     soft = bool(triton.knobs.runtime.interpret)
     return CastFormat(
@@ -61,7 +63,7 @@ def cast_format(x_dtype: torch.dtype, dtype: torch.dtype, scale_format: ScaleFor
         ue8m0=scale_format is ScaleFormat.ue8m0,
         e4m3=dtype is torch.float8_e4m3fn,
         soft=soft,
-        plain=soft or x_dtype is not torch.bfloat16,
+        plain=soft or not paired,
     )
 
 
@@ -72,45 +74,48 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def widen(x, F: tl.constexpr):
-    """x in FP32. BF16 values are unpacked anew at each call: kept in registers as packed pairs, they leave room for more programs."""
-    if F.plain:
-        wide = x.to(tl.float32)
-    else:
-        unpack: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-        wide = tl.inline_asm_elementwise(unpack, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2)
-    return wide
+def max_u16x2(a, b):
+    """The larger of two unsigned 16-bit integers, in both halves of a 32-bit word."""
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def magnitude_bits(x, F: tl.constexpr):
-    """|x| as the integer of its FP32 bit pattern, x FP32 or BF16."""
+def pair_bits(a, b, F: tl.constexpr):
+    """Magnitudes of a pair as ordered integers: FP32 bit patterns of a and b, or, packed, two 15-bit ones (twice)."""
     if F.plain:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits_a, bits_b = a.to(tl.int32, bitcast=True) & 0x7FFFFFFF, b.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
-        bits = (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32) << 16
+        bits_a = a & 0x7FFF7FFF
+        bits_b = bits_a
+    return bits_a, bits_b
+
+
+@triton.jit
+def row_amax_bits(a, b, F: tl.constexpr):
+    """FP32 bit pattern of the largest magnitude of each row of a pair."""
+    bits_a, bits_b = pair_bits(a, b, F)
+    if F.plain:
+        bits = tl.max(tl.maximum(bits_a, bits_b), 1)
+    else:
+        packed = tl.reduce(bits_a, 1, max_u16x2)
+        bits = tl.maximum(packed << 16, packed & 0x7FFF0000)
     return bits
 
 
 @triton.jit
-def largest_bits(x0, x1, x2, x3, F: tl.constexpr):
-    """`magnitude_bits` of the largest of four tensors, element by element."""
+def column_amax_bits(a0, b0, a1, b1, a2, b2, a3, b3, F: tl.constexpr):
+    """FP32 bit patterns of the largest magnitude of each column of four pairs, even and odd columns apart."""
+    p0, q0 = pair_bits(a0, b0, F)
+    p1, q1 = pair_bits(a1, b1, F)
+    p2, q2 = pair_bits(a2, b2, F)
+    p3, q3 = pair_bits(a3, b3, F)
     if F.plain:
-        low = tl.maximum(magnitude_bits(x0, F), magnitude_bits(x1, F))
-        bits = tl.maximum(low, tl.maximum(magnitude_bits(x2, F), magnitude_bits(x3, F)))
+        even = tl.max(tl.maximum(tl.maximum(p0, p1), tl.maximum(p2, p3)), 0)
+        odd = tl.max(tl.maximum(tl.maximum(q0, q1), tl.maximum(q2, q3)), 0)
     else:
-        # Two BF16 values a register: bit patterns without sign, as unsigned 16-bit integers.
-        packed = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, d; and.b32 a, $1, 0x7fff7fff; and.b32 b, $2, 0x7fff7fff; max.u16x2 a, a, b;"
-            " and.b32 c, $3, 0x7fff7fff; and.b32 d, $4, 0x7fff7fff; max.u16x2 c, c, d; max.u16x2 $0, a, c; }",
-            "=r,r,r,r,r",
-            [x0, x1, x2, x3],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-        bits = packed.to(tl.int32) << 16
-    return bits
+        packed = tl.reduce(max_u16x2(max_u16x2(p0, p1), max_u16x2(p2, p3)), 0, max_u16x2)
+        even, odd = packed << 16, packed & 0x7FFF0000
+    return even, odd
 
 
 @triton.jit
@@ -145,8 +150,8 @@ def quotient(x, high, low, F: tl.constexpr):
 
 @triton.jit
 def to_bytes(x, high, low, F: tl.constexpr):
-    """FP8 codes as uint8 of x, FP32 or BF16, from the inverse of its scale (shapes broadcast); 0x7F where that is NaN."""
-    q = quotient(widen(x, F), tl.broadcast_to(high, x.shape), tl.broadcast_to(low, x.shape), F)
+    """FP8 codes as uint8 of x in FP32, from the inverse of its scale; 0x7F where that is NaN."""
+    q = quotient(x, high, low, F)
     if F.soft:
         codes = _soft_codes(q, F).to(tl.uint8)
     elif F.e4m3:
@@ -157,31 +162,26 @@ def to_bytes(x, high, low, F: tl.constexpr):
 
 
 @triton.jit
+def to_byte_pairs(x, y, high, low, F: tl.constexpr):
+    """FP8 codes of x (low byte) and y (high byte) in FP32 as int16, from the inverse of the scale that they share."""
+    q, s = tl.fma(x, high, x * low), tl.fma(y, high, y * low)
+    kind: tl.constexpr = "e4m3x2" if F.e4m3 else "e5m2x2"
+    cast: tl.constexpr = "cvt.rn.satfinite." + kind + ".f32 "
+    both: tl.constexpr = "{ .reg .b16 l, h; " + cast + "l, $3, $1; " + cast + "h, $4, $2; mov.b32 $0, {l, h}; }"
+    return tl.inline_asm_elementwise(both, "=r,f,f,f,f", [q, s], dtype=tl.int16, is_pure=True, pack=2)
+
+
+@triton.jit
 def to_words(x0, x1, x2, x3, high, low, F: tl.constexpr):
-    """FP8 codes of four tensors, FP32 or BF16, of one shape as int32, x0 in the lowest byte; they share the inverse of their scale."""
-    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    high, low = tl.broadcast_to(high, x0.shape), tl.broadcast_to(low, x0.shape)
+    """FP8 codes of four FP32 tensors of one shape as int32, x0 in the lowest byte; they share the inverse of their scale."""
     q0, q1, q2, q3 = quotient(x0, high, low, F), quotient(x1, high, low, F), quotient(x2, high, low, F), quotient(x3, high, low, F)
     if F.soft:
         words = _soft_codes(q0, F) | (_soft_codes(q1, F) << 8) | (_soft_codes(q2, F) << 16) | (_soft_codes(q3, F) << 24)
-    elif F.e4m3:
-        words = tl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
-            "=r,f,f,f,f",
-            [q0, q1, q2, q3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
     else:
-        words = tl.inline_asm_elementwise(
-            "{ .reg .b16 l, h; cvt.rn.satfinite.e5m2x2.f32 l, $2, $1; cvt.rn.satfinite.e5m2x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
-            "=r,f,f,f,f",
-            [q0, q1, q2, q3],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        kind: tl.constexpr = "e4m3x2" if F.e4m3 else "e5m2x2"
+        cast: tl.constexpr = "cvt.rn.satfinite." + kind + ".f32 "
+        four: tl.constexpr = "{ .reg .b16 l, h; " + cast + "l, $2, $1; " + cast + "h, $4, $3; mov.b32 $0, {l, h}; }"
+        words = tl.inline_asm_elementwise(four, "=r,f,f,f,f", [q0, q1, q2, q3], dtype=tl.int32, is_pure=True, pack=1)
     return words
 
 
@@ -195,7 +195,7 @@ def _soft_codes(x, F: tl.constexpr):
     MAGIC: tl.constexpr = 16384.0 if F.e4m3 else 128.0
     MAGIC_BITS: tl.constexpr = 0x46800000 if F.e4m3 else 0x43000000
     MIN_NORMAL_BITS: tl.constexpr = (127 + 1 - BIAS) << 23
-    bits = magnitude_bits(tl.minimum(tl.maximum(x, -F.limit), F.limit), F)
+    bits = tl.minimum(tl.maximum(x, -F.limit), F.limit).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     normal = ((bits + (1 << (SHIFT - 1)) - 1 + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     subnormal = (bits.to(tl.float32, bitcast=True) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
     code = tl.where(bits < MIN_NORMAL_BITS, subnormal, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)

@@ -11,22 +11,13 @@ Legend: R rows and C columns of the input; one program owns a tile.
 
 import torch
 import triton
-import triton.language as tl
 
 from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, check_input
-from jetrl_megatron.fp8.triton_cast import (
-    cast_format,
-    contiguous_rows,
-    group_scale,
-    inverse,
-    largest_bits,
-    magnitude_bits,
-    to_bytes,
-    to_words,
-)
-from jetrl_megatron.fp8.triton_source import FP8, PLAIN, Source, load_source
+from jetrl_megatron.fp8.triton_cast import cast_format, contiguous_rows
+from jetrl_megatron.fp8.triton_kernels import row_kernel, tile_kernel, transpose_kernel
+from jetrl_megatron.fp8.triton_source import FP8, PLAIN, Source
 
 E4M3 = torch.float8_e4m3fn
 ROW_TILE = 32
@@ -87,7 +78,7 @@ def transpose(w: BlockScaled) -> BlockScaled:
     if w.data.numel():
         source = w.data.view(torch.uint8)
         grid = (num_blocks(rows, GROUP), num_blocks(cols, GROUP))
-        _transpose_kernel[grid](source, codes, rows, cols, source.stride(0), num_warps=TILE_WARPS)
+        transpose_kernel[grid](source, codes, rows, cols, source.stride(0), num_warps=TILE_WARPS)
     return BlockScaled(codes.view(w.data.dtype), w.scale.t().contiguous(), (w.block[1], w.block[0]))
 
 
@@ -96,7 +87,7 @@ def quantize_rows(source: Source, *, dtype: torch.dtype, scale_format: ScaleForm
     rows, cols = source.x.shape[0], source.cols
     out = empty_grouped(rows, cols, dtype, source.x.device)
     if rows and cols:
-        _row_kernel[(triton.cdiv(rows, ROW_TILE), num_blocks(cols, GROUP))](
+        row_kernel[(triton.cdiv(rows, ROW_TILE), num_blocks(cols, GROUP))](
             *source.arguments(),
             out.data.view(torch.uint8),
             out.scale,
@@ -105,7 +96,7 @@ def quantize_rows(source: Source, *, dtype: torch.dtype, scale_format: ScaleForm
             EVEN=rows % ROW_TILE == 0 and cols % GROUP == 0,
             TILE=ROW_TILE,
             num_warps=ROW_WARPS,
-            F=cast_format(source.x.dtype, dtype, scale_format),
+            F=cast_format(source.paired, dtype, scale_format),
         )
     return out
 
@@ -119,7 +110,7 @@ def quantize_tiles(
     t_out = _empty(t_mode, cols, num_blocks(rows, GROUP) * GROUP, dtype, source.x.device)
     if rows and cols:
         row_, t_ = row_out or t_out, t_out or row_out
-        _tile_kernel[(num_blocks(rows, GROUP), num_blocks(cols, GROUP))](
+        tile_kernel[(num_blocks(rows, GROUP), num_blocks(cols, GROUP))](
             *source.arguments(),
             row_.data.view(torch.uint8),
             row_.scale,
@@ -132,7 +123,7 @@ def quantize_tiles(
             T=t_mode,
             EVEN=rows % GROUP == 0 and cols % GROUP == 0,
             num_warps=TILE_WARPS,
-            F=cast_format(source.x.dtype, dtype, scale_format),
+            F=cast_format(source.paired, dtype, scale_format),
         )
     return row_out, t_out
 
@@ -159,133 +150,3 @@ def _plain(x: torch.Tensor, dtype: torch.dtype) -> Source:
     """A checked matrix as the source of a kernel."""
     check_input(x, dtype)
     return Source(PLAIN, contiguous_rows(x), x.shape[1])
-
-
-@triton.jit
-def _row_kernel(
-    x_ptr,
-    aux_ptr,
-    weight_ptr,
-    rows,
-    cols,
-    x_stride,
-    aux_stride_r,
-    aux_stride_c,
-    codes_ptr,
-    scale_ptr,
-    scale_stride_c,
-    KIND: tl.constexpr,
-    EVEN: tl.constexpr,
-    TILE: tl.constexpr,
-    F: tl.constexpr,
-):
-    """TILE rows of one group of 128 columns."""
-    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    c = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    x = load_source(x_ptr, aux_ptr, weight_ptr, r, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
-    scale_ptr += tl.program_id(1).to(tl.int64) * scale_stride_c
-    _store_rows(x, codes_ptr, scale_ptr, r, c, rows, cols, EVEN, F)
-
-
-@triton.jit
-def _tile_kernel(
-    x_ptr,
-    aux_ptr,
-    weight_ptr,
-    rows,
-    cols,
-    x_stride,
-    aux_stride_r,
-    aux_stride_c,
-    row_codes_ptr,
-    row_scale_ptr,
-    row_scale_stride_r,
-    row_scale_stride_c,
-    t_codes_ptr,
-    t_scale_ptr,
-    t_scale_stride_r,
-    t_scale_stride_c,
-    KIND: tl.constexpr,
-    ROW: tl.constexpr,
-    T: tl.constexpr,
-    EVEN: tl.constexpr,
-    F: tl.constexpr,
-):
-    """One 128x128 tile: read once, written row-wise, transposed, or both.
-
-    The tile is four [32, 128] parts, part j with the rows 4 i + j: the codes of four neighbouring rows then meet in one thread as one
-    32-bit word, and the transpose through shared memory moves words instead of bytes.
-    """
-    block_r, block_c = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    r = block_r * 128 + 4 * tl.arange(0, 32)
-    c = block_c * 128 + tl.arange(0, 128)
-    x0 = load_source(x_ptr, aux_ptr, weight_ptr, r, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
-    x1 = load_source(x_ptr, aux_ptr, weight_ptr, r + 1, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
-    x2 = load_source(x_ptr, aux_ptr, weight_ptr, r + 2, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
-    x3 = load_source(x_ptr, aux_ptr, weight_ptr, r + 3, c, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F.soft)
-    words = tl.arange(0, 32)
-    t_ptrs = t_codes_ptr + c[:, None] * (tl.num_programs(0).to(tl.int64) * 32) + (block_r * 32 + words)[None, :]
-    col_mask = None if EVEN else c < cols
-    t_mask = None if EVEN else (c < cols)[:, None]
-    if ROW == 2 or T != 0:
-        amax_c = tl.max(largest_bits(x0, x1, x2, x3, F), 0)
-        if ROW == 2 or T == 2:
-            scale = group_scale(tl.max(amax_c, 0), F)
-            high, low = inverse(tl.full([128], 0.0, dtype=tl.float32) + scale, F)
-        else:
-            scale_c = group_scale(amax_c, F)
-            high, low = inverse(scale_c, F)
-        if ROW == 2:
-            _store_bytes(to_bytes(x0, high[None, :], low[None, :], F), row_codes_ptr, r, c, rows, cols, EVEN)
-            _store_bytes(to_bytes(x1, high[None, :], low[None, :], F), row_codes_ptr, r + 1, c, rows, cols, EVEN)
-            _store_bytes(to_bytes(x2, high[None, :], low[None, :], F), row_codes_ptr, r + 2, c, rows, cols, EVEN)
-            _store_bytes(to_bytes(x3, high[None, :], low[None, :], F), row_codes_ptr, r + 3, c, rows, cols, EVEN)
-            tl.store(row_scale_ptr + block_r * row_scale_stride_r + block_c * row_scale_stride_c, scale)
-        if T != 0:
-            tl.store(t_ptrs, tl.trans(to_words(x0, x1, x2, x3, high[None, :], low[None, :], F)), mask=t_mask)
-        if T == 1:
-            tl.store(t_scale_ptr + block_r * t_scale_stride_c + c * t_scale_stride_r, scale_c, mask=col_mask)
-        if T == 2:
-            tl.store(t_scale_ptr + block_c * t_scale_stride_r + block_r * t_scale_stride_c, scale)
-    if ROW == 1:
-        row_scale_ptr += block_c * row_scale_stride_c
-        _store_rows(x0, row_codes_ptr, row_scale_ptr, r, c, rows, cols, EVEN, F)
-        _store_rows(x1, row_codes_ptr, row_scale_ptr, r + 1, c, rows, cols, EVEN, F)
-        _store_rows(x2, row_codes_ptr, row_scale_ptr, r + 2, c, rows, cols, EVEN, F)
-        _store_rows(x3, row_codes_ptr, row_scale_ptr, r + 3, c, rows, cols, EVEN, F)
-
-
-@triton.jit
-def _store_bytes(codes, codes_ptr, r, c, rows, cols, EVEN: tl.constexpr):
-    """Rows r and columns c of a row-major byte matrix."""
-    mask = None if EVEN else (r < rows)[:, None] & (c < cols)[None, :]
-    tl.store(codes_ptr + r[:, None] * cols + c[None, :], codes, mask=mask)
-
-
-@triton.jit
-def _store_rows(
-    x,
-    codes_ptr,
-    scale_ptr,
-    r,
-    c,
-    rows,
-    cols,
-    EVEN: tl.constexpr,
-    F: tl.constexpr,
-):
-    """Quantise rows of one group of 128 columns; scale_ptr points at the group's column of scales."""
-    scale = group_scale(tl.max(magnitude_bits(x, F), 1), F)
-    high, low = inverse(scale, F)
-    _store_bytes(to_bytes(x, high[:, None], low[:, None], F), codes_ptr, r, c, rows, cols, EVEN)
-    tl.store(scale_ptr + r, scale, mask=None if EVEN else r < rows)
-
-
-@triton.jit
-def _transpose_kernel(x_ptr, out_ptr, rows, cols, x_stride):
-    """One 128x128 tile of bytes."""
-    r = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
-    c = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
-    mask = (r < rows)[:, None] & (c < cols)[None, :]
-    tile = tl.load(x_ptr + r[:, None] * x_stride + c[None, :], mask=mask, other=0)
-    tl.store(out_ptr + c[:, None] * rows + r[None, :], tl.trans(tile), mask=tl.trans(mask))

@@ -1,11 +1,13 @@
 """What a quantiser reads: a plain matrix, FP8 codes, or the operands of the operation that it is fused with.
 
-Enters: pointers of one of four sources. Leaves: a tile of exactly the BF16 (or dequantised FP32) values which the unfused path would have
-written to memory and read back.
+Enters: pointers of one of four sources. Leaves: pairs of neighbouring columns, with exactly the BF16 (or dequantised FP32) values which
+the unfused path would have written to memory and read back.
 Equations, [R, C] each: plain x; fp8 code * scale; norm bf16(bf16(x * rstd) * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
 swiglu bf16(bf16(gate / (1 + exp(-gate))) * up) with x = [gate | up]. The inner roundings are those of the rollout engine's own kernels.
+A pair is (a, b): where `F.plain`, a and b are the FP32 values of columns 2 p and 2 p + 1; else both are one tensor of 32-bit words that
+hold two BF16 values each, which halves registers and lets one instruction compare two.
 
-Legend: R rows, C columns of the quantised matrix.
+Legend: R rows, C columns of the quantised matrix; p indexes pairs of columns.
 """
 
 from dataclasses import dataclass
@@ -32,6 +34,13 @@ class Source:
     weight: torch.Tensor | None = None
     """norm: [C] bfloat16."""
 
+    @property
+    def paired(self) -> bool:
+        """Whether two BF16 columns can be read as one aligned 32-bit word."""
+        weight_aligned = self.weight is None or self.weight.data_ptr() % 4 == 0
+        even = self.cols % 2 == 0 and self.x.stride(0) % 2 == 0 and self.x.data_ptr() % 4 == 0
+        return self.x.dtype is torch.bfloat16 and even and weight_aligned
+
     def arguments(self) -> tuple[object, ...]:
         """The leading arguments of every kernel: x, aux, weight, rows, cols, then the strides of x and aux."""
         aux = self.x if self.row_aux is None else self.row_aux
@@ -40,56 +49,90 @@ class Source:
 
 
 @triton.jit
-def round_bf16(x, SOFT: tl.constexpr):
-    """FP32 values rounded to nearest even BF16; in FP32 where `SOFT`."""
-    if SOFT:
+def round_bf16(x, F: tl.constexpr):
+    """FP32 values rounded to nearest even BF16, in FP32."""
+    if F.soft:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         rounded = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
     else:
-        rounded = x.to(tl.bfloat16, fp_downcast_rounding="rtne")
+        rounded = x.to(tl.bfloat16, fp_downcast_rounding="rtne").to(tl.float32)
     return rounded
 
 
 @triton.jit
-def load_source(
-    x_ptr,
-    aux_ptr,
-    weight_ptr,
-    r,
-    c,
-    rows,
-    cols,
-    x_stride,
-    aux_stride_r,
-    aux_stride_c,
-    KIND: tl.constexpr,
-    EVEN: tl.constexpr,
-    SOFT: tl.constexpr,
-):
-    """Rows r and columns c (int64 vectors) of the source, BF16 or FP32; zero outside [rows, cols]. EVEN: no element is outside."""
-    mask = None if EVEN else (r < rows)[:, None] & (c < cols)[None, :]
-    row_mask = None if EVEN else r < rows
-    other = None if EVEN else 0
-    offset = r[:, None] * x_stride + c[None, :]
-    raw = tl.load(x_ptr + offset, mask=mask, other=other)
-    if KIND == 1:
-        scale = tl.load(aux_ptr + r * aux_stride_r + (tl.min(c, 0) // 128) * aux_stride_c, mask=row_mask, other=other)
-        x = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
-    elif KIND == 2:
-        rstd = tl.load(aux_ptr + r * aux_stride_r, mask=row_mask, other=other)
-        weight = tl.load(weight_ptr + c, mask=None if EVEN else c < cols, other=other).to(tl.float32)
-        normed = round_bf16(raw.to(tl.float32) * rstd[:, None], SOFT)
-        x = round_bf16(normed.to(tl.float32) * weight[None, :], SOFT)
-    elif KIND == 3:
-        gate = raw.to(tl.float32)
-        up = tl.load(x_ptr + offset + cols, mask=mask, other=other).to(tl.float32)
-        denominator = 1.0 + tl.exp(-gate)
-        silu = round_bf16(tl.div_rn(gate, denominator), SOFT)
-        x = round_bf16(silu.to(tl.float32) * up, SOFT)
+def read_pair(ptr, offset, p, mask, cols, F: tl.constexpr, EVEN: tl.constexpr):
+    """FP32 values of columns 2 p and 2 p + 1 behind ptr + offset; zero where masked or at columns from cols on."""
+    if F.plain:
+        first = mask & (2 * p < cols)
+        second = mask & (2 * p + 1 < cols)
+        a = tl.load(ptr + offset + 2 * p, mask=first, other=0.0).to(tl.float32)
+        b = tl.load(ptr + offset + 2 * p + 1, mask=second, other=0.0).to(tl.float32)
     else:
-        x = raw
-    return x
+        words = read_words(ptr, offset, p, mask, cols, EVEN)
+        a = (words << 16).to(tl.float32, bitcast=True)
+        b = (words & -65536).to(tl.float32, bitcast=True)
+    return a, b
+
+
+@triton.jit
+def read_words(ptr, offset, p, mask, cols, EVEN: tl.constexpr):
+    """The same two BF16 columns as one 32-bit word; offset and cols are even."""
+    words_ptr = ptr.to(tl.pointer_type(tl.int32)) + offset // 2 + p
+    return tl.load(words_ptr) if EVEN else tl.load(words_ptr, mask=mask & (2 * p < cols), other=0)
+
+
+@triton.jit
+def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND: tl.constexpr, EVEN: tl.constexpr,
+               F: tl.constexpr):  # fmt: skip
+    """Rows r and column pairs p (int64 vectors) of the source as a pair; zero outside [rows, cols]. EVEN: no element is outside."""
+    in_rows = (r < rows)[:, None]
+    offset = r[:, None] * x_stride
+    if KIND == 0 and not F.plain:
+        a = read_words(x_ptr, offset, p[None, :], in_rows, cols, EVEN)
+        b = a
+    elif KIND == 1:
+        scale = tl.load(aux_ptr + r * aux_stride_r + (tl.min(p, 0) // 64) * aux_stride_c, mask=r < rows, other=0.0)[:, None]
+        code_a = tl.load(x_ptr + offset + 2 * p[None, :], mask=in_rows & (2 * p < cols)[None, :], other=0)
+        code_b = tl.load(x_ptr + offset + 2 * p[None, :] + 1, mask=in_rows & (2 * p + 1 < cols)[None, :], other=0)
+        a = code_a.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+        b = code_b.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
+    else:
+        a, b = read_pair(x_ptr, offset, p[None, :], in_rows, cols, F, EVEN)
+        if KIND == 2:
+            rstd = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
+            weight_a, weight_b = read_pair(weight_ptr, 0, p[None, :], p[None, :] >= 0, cols, F, EVEN)
+            a, b = join_pair(round_bf16(a * rstd, F) * weight_a, round_bf16(b * rstd, F) * weight_b, F)
+        elif KIND == 3:
+            up_a, up_b = read_pair(x_ptr + cols, offset, p[None, :], in_rows, cols, F, EVEN)
+            silu_a = round_bf16(tl.div_rn(a, 1.0 + tl.exp(-a)), F)
+            silu_b = round_bf16(tl.div_rn(b, 1.0 + tl.exp(-b)), F)
+            a, b = join_pair(silu_a * up_a, silu_b * up_b, F)
+    return a, b
+
+
+@triton.jit
+def join_pair(a, b, F: tl.constexpr):
+    """FP32 values, rounded to BF16, as a pair."""
+    if F.plain:
+        first, second = round_bf16(a, F), round_bf16(b, F)
+    else:
+        join: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        first = tl.inline_asm_elementwise(join, "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+        second = first
+    return first, second
+
+
+@triton.jit
+def split_even(a, F: tl.constexpr):
+    """The FP32 values of the even columns, from the first of a pair."""
+    return a if F.plain else (a << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_odd(b, F: tl.constexpr):
+    """The FP32 values of the odd columns, from the second of a pair."""
+    return b if F.plain else (b & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,161 @@
+"""The Triton kernels of the quantisers: rows, 128x128 tiles, byte transpose.
+
+Enters: the arguments of a `Source`, output pointers and strides. Leaves: codes and scales in memory, every byte written.
+Left out: shapes, allocation and launch (triton_quantize.py), arithmetic (triton_cast.py), reading (triton_source.py).
+
+Legend: r rows and p column pairs of a program, as int64 vectors.
+"""
+
+import triton
+import triton.language as tl
+
+from jetrl_megatron.fp8.triton_cast import column_amax_bits, group_scale, inverse, row_amax_bits, to_byte_pairs, to_bytes, to_words
+from jetrl_megatron.fp8.triton_source import load_pairs, split_even, split_odd
+
+
+@triton.jit
+def row_kernel(
+    x_ptr,
+    aux_ptr,
+    weight_ptr,
+    rows,
+    cols,
+    x_stride,
+    aux_stride_r,
+    aux_stride_c,
+    codes_ptr,
+    scale_ptr,
+    scale_stride_c,
+    KIND: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE: tl.constexpr,
+    F: tl.constexpr,
+):
+    """TILE rows of one group of 128 columns."""
+    r = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    p = tl.program_id(1).to(tl.int64) * 64 + tl.arange(0, 64)
+    a, b = load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+    scale_ptr += tl.program_id(1).to(tl.int64) * scale_stride_c
+    _store_rows(a, b, codes_ptr, scale_ptr, r, p, rows, cols, EVEN, F)
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,
+    aux_ptr,
+    weight_ptr,
+    rows,
+    cols,
+    x_stride,
+    aux_stride_r,
+    aux_stride_c,
+    row_codes_ptr,
+    row_scale_ptr,
+    row_scale_stride_r,
+    row_scale_stride_c,
+    t_codes_ptr,
+    t_scale_ptr,
+    t_scale_stride_r,
+    t_scale_stride_c,
+    KIND: tl.constexpr,
+    ROW: tl.constexpr,
+    T: tl.constexpr,
+    EVEN: tl.constexpr,
+    F: tl.constexpr,
+):
+    """One 128x128 tile: read once, written row-wise, transposed, or both.
+
+    The tile is four [32, 128] parts, part j with the rows 4 i + j: the codes of four neighbouring rows then meet in one thread as one
+    32-bit word, and the transpose through shared memory moves words instead of bytes.
+    """
+    block_r, block_c = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    r = block_r * 128 + 4 * tl.arange(0, 32)
+    p = block_c * 64 + tl.arange(0, 64)
+    a0, b0 = load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+    a1, b1 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 1, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+    a2, b2 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 2, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+    a3, b3 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 3, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+    if ROW == 2 or T != 0:
+        even, odd = column_amax_bits(a0, b0, a1, b1, a2, b2, a3, b3, F)
+        if ROW == 2 or T == 2:
+            block_bits = tl.max(tl.maximum(even, odd), 0)
+            block_scale = group_scale(block_bits, F)
+            even = tl.zeros_like(even) + block_bits
+            odd = even
+        even_scale, odd_scale = group_scale(even, F), group_scale(odd, F)
+        even_high, even_low = inverse(even_scale[None, :], F)
+        odd_high, odd_low = inverse(odd_scale[None, :], F)
+        if ROW == 2:
+            _store_codes(a0, b0, even_high, even_low, row_codes_ptr, r, p, rows, cols, EVEN, F)
+            _store_codes(a1, b1, even_high, even_low, row_codes_ptr, r + 1, p, rows, cols, EVEN, F)
+            _store_codes(a2, b2, even_high, even_low, row_codes_ptr, r + 2, p, rows, cols, EVEN, F)
+            _store_codes(a3, b3, even_high, even_low, row_codes_ptr, r + 3, p, rows, cols, EVEN, F)
+            tl.store(row_scale_ptr + block_r * row_scale_stride_r + block_c * row_scale_stride_c, block_scale)
+        if T != 0:
+            pitch = tl.num_programs(0).to(tl.int64) * 32
+            t_ptrs = t_codes_ptr + 2 * p[:, None] * pitch + (block_r * 32 + tl.arange(0, 32))[None, :]
+            even_mask, odd_mask = None if EVEN else (2 * p < cols)[:, None], None if EVEN else (2 * p + 1 < cols)[:, None]
+            even_words = _words(split_even(a0, F), split_even(a1, F), split_even(a2, F), split_even(a3, F), even_high, even_low, F)
+            tl.store(t_ptrs, tl.trans(even_words), mask=even_mask)
+            odd_words = _words(split_odd(b0, F), split_odd(b1, F), split_odd(b2, F), split_odd(b3, F), odd_high, odd_low, F)
+            tl.store(t_ptrs + pitch, tl.trans(odd_words), mask=odd_mask)
+        if T == 1:
+            t_scale_ptrs = t_scale_ptr + block_r * t_scale_stride_c + 2 * p * t_scale_stride_r
+            tl.store(t_scale_ptrs, even_scale, mask=None if EVEN else 2 * p < cols)
+            tl.store(t_scale_ptrs + t_scale_stride_r, odd_scale, mask=None if EVEN else 2 * p + 1 < cols)
+        if T == 2:
+            tl.store(t_scale_ptr + block_c * t_scale_stride_r + block_r * t_scale_stride_c, block_scale)
+    if ROW == 1:
+        row_scale_ptr += block_c * row_scale_stride_c
+    if ROW == 1 and KIND < 2:
+        # Read again, from the first-level cache: the words need not stay in registers, and more programs fit on a multiprocessor.
+        for j in tl.range(0, 4, num_stages=1):
+            s = block_r * 128 + 32 * j + tl.arange(0, 32)
+            a, b = load_pairs(x_ptr, aux_ptr, weight_ptr, s, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+            _store_rows(a, b, row_codes_ptr, row_scale_ptr, s, p, rows, cols, EVEN, F)
+    elif ROW == 1:
+        _store_rows(a0, b0, row_codes_ptr, row_scale_ptr, r, p, rows, cols, EVEN, F)
+        _store_rows(a1, b1, row_codes_ptr, row_scale_ptr, r + 1, p, rows, cols, EVEN, F)
+        _store_rows(a2, b2, row_codes_ptr, row_scale_ptr, r + 2, p, rows, cols, EVEN, F)
+        _store_rows(a3, b3, row_codes_ptr, row_scale_ptr, r + 3, p, rows, cols, EVEN, F)
+
+
+@triton.jit
+def _words(x0, x1, x2, x3, high, low, F: tl.constexpr):
+    """`to_words` with the inverse of one scale a column, [1, columns]."""
+    return to_words(x0, x1, x2, x3, tl.broadcast_to(high, x0.shape), tl.broadcast_to(low, x0.shape), F)
+
+
+@triton.jit
+def _store_rows(a, b, codes_ptr, scale_ptr, r, p, rows, cols, EVEN: tl.constexpr, F: tl.constexpr):
+    """Quantise rows of one group of 128 columns; scale_ptr points at the group's column of scales."""
+    scale = group_scale(row_amax_bits(a, b, F), F)
+    high, low = inverse(scale[:, None], F)
+    _store_codes(a, b, high, low, codes_ptr, r, p, rows, cols, EVEN, F)
+    tl.store(scale_ptr + r, scale, mask=None if EVEN else r < rows)
+
+
+@triton.jit
+def _store_codes(a, b, high, low, codes_ptr, r, p, rows, cols, EVEN: tl.constexpr, F: tl.constexpr):
+    """Quantise a pair with given inverse scales, [rows, 1] or [1, columns], into a row-major byte matrix."""
+    x, y = split_even(a, F), split_odd(b, F)
+    high, low = tl.broadcast_to(high, x.shape), tl.broadcast_to(low, x.shape)
+    if F.plain:
+        offset = r[:, None] * cols + 2 * p[None, :]
+        in_rows = (r < rows)[:, None]
+        tl.store(codes_ptr + offset, to_bytes(x, high, low, F), mask=in_rows & (2 * p < cols)[None, :])
+        tl.store(codes_ptr + offset + 1, to_bytes(y, high, low, F), mask=in_rows & (2 * p + 1 < cols)[None, :])
+    else:
+        pairs_ptr = codes_ptr.to(tl.pointer_type(tl.int16)) + r[:, None] * (cols // 2) + p[None, :]
+        mask = None if EVEN else (r < rows)[:, None] & (2 * p < cols)[None, :]
+        tl.store(pairs_ptr, to_byte_pairs(x, y, high, low, F), mask=mask)
+
+
+@triton.jit
+def transpose_kernel(x_ptr, out_ptr, rows, cols, x_stride):
+    """One 128x128 tile of bytes."""
+    r = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)
+    c = tl.program_id(1).to(tl.int64) * 128 + tl.arange(0, 128)
+    mask = (r < rows)[:, None] & (c < cols)[None, :]
+    tile = tl.load(x_ptr + r[:, None] * x_stride + c[None, :], mask=mask, other=0)
+    tl.store(out_ptr + c[:, None] * rows + r[None, :], tl.trans(tile), mask=tl.trans(mask))
