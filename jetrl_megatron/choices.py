@@ -109,6 +109,14 @@ class Engine(Enum):
     vllm_colocated = "vllm_colocated"
 
 
+class Transport(Enum):
+    """How weights get to the engine servers: through a directory, or from GPU to GPU by NCCL or, on one GPU, CUDA IPC."""
+
+    disk = "disk"
+    nccl = "nccl"
+    ipc = "ipc"
+
+
 class PromptFormat(Enum):
     """How a question becomes token ids: the tokenizer's chat template, or the plain template."""
 

@@ -24,10 +24,11 @@ from jetrl_megatron.choices import (
     RowParallel,
     SavedActivation,
     ScaleFormat,
+    Transport,
     above,
     at_least,
 )
-from jetrl_megatron.config_rl import DataConfig, EvalConfig, GrpoConfig, RewardConfig, RolloutConfig, WarmStartConfig
+from jetrl_megatron.config_rl import DataConfig, EvalConfig, GrpoConfig, RewardConfig, RolloutConfig, VllmConfig, WarmStartConfig
 
 __all__ = [
     "Arm",
@@ -57,6 +58,8 @@ __all__ = [
     "SavedActivation",
     "ScaleFormat",
     "SyntheticModelConfig",
+    "Transport",
+    "VllmConfig",
     "WarmStartConfig",
 ]
 

@@ -3,9 +3,9 @@
 The sections that say what runs and where, and `Recipe` itself, are in `config.py`, which gives these names too; import them from there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from jetrl_megatron.choices import Correction, Engine, LossNorm, Overlong, PromptFormat, above, at_least
+from jetrl_megatron.choices import Correction, Engine, LossNorm, Overlong, PromptFormat, Transport, above, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,53 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """The servers of `rollout.engine=vllm_pool`, and how weights get to them."""
+
+    servers: int = 1
+    """Started by the run; 0 where `urls` names all of them."""
+    tp: int = 1
+    """Tensor-parallel degree of each server."""
+    urls: tuple[str, ...] = ()
+    """Servers that somebody else started with the run's key (JETRL_ENGINE_KEY) and that see the run's file system."""
+    gpus: tuple[str, ...] = ()
+    """For each server its CUDA_VISIBLE_DEVICES, as `4` or `4,5`; empty takes those behind the actor's."""
+    transport: Transport = Transport.disk
+    weights_dir: str = ""
+    """Where the disk transport writes; empty is in the run directory. A memory file system is faster."""
+    max_num_seqs: int = 128
+    """Sequences that one server decodes together, and requests it is given at a time."""
+    gpu_memory_utilization: float = 0.85
+    cuda_graphs: bool = True
+    prefix_caching: bool = True
+    start_timeout_s: float = 900.0
+    push_timeout_s: float = 600.0
+    request_timeout_s: float = 3600.0
+    max_repeats: int = 3
+    """How often one request may be sent again after a server was gone."""
+    max_restarts: int = 5
+    """Of one server, over the whole run."""
+
+    def __post_init__(self) -> None:
+        """Check ranges, and that each server has its GPUs."""
+        at_least("rollout.vllm.servers", self.servers, 0)
+        for name in ("tp", "max_num_seqs"):
+            at_least(f"rollout.vllm.{name}", getattr(self, name), 1)
+        for name in ("max_repeats", "max_restarts"):
+            at_least(f"rollout.vllm.{name}", getattr(self, name), 0)
+        for name in ("start_timeout_s", "push_timeout_s", "request_timeout_s"):
+            above(f"rollout.vllm.{name}", getattr(self, name), 0.0)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"rollout.vllm.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
+        if self.servers + len(self.urls) < 1:
+            raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
+        if self.gpus and len(self.gpus) != self.servers:
+            raise ValueError(
+                f"rollout.vllm.gpus has {len(self.gpus)} entries for rollout.vllm.servers={self.servers}; give one for each server"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How many completions are drawn a step, and how."""
 
@@ -49,6 +96,7 @@ class RolloutConfig:
     top_k: int = 0
     max_batch_seqs: int = 256
     """Sequences decoded together by the local engine."""
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
         """Check ranges and that the trainer can reproduce the sampling distribution (fault D1)."""
