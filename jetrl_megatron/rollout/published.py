@@ -1,0 +1,120 @@
+"""What the actor has published for engines: a version, where it lies, and the fingerprint of every rectangle that an engine rank must hold.
+
+Enters: canonical (Hugging Face) tensors one by one, from the sync side. Leaves: `Published`, against which `differences` compares what an
+engine reports. A rectangle's name is `TENSOR[r0:r1,c0:c1]` in elements, and `TENSOR_scale_inv[...]` in 128x128 blocks.
+Left out: how bytes get there (sync/), how an engine reads them back (vllm_worker.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conversion.architecture import ModelArchitecture
+from conversion.layout import BLOCK, ParallelLayout, check_layout_of
+from conversion.names import SCALE_SUFFIX
+from conversion.shards import Piece, StoredTensor, vllm_tensors
+from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.fingerprint import Algorithm, fingerprint, unsigned_zero
+
+Rectangles = dict[str, str]
+"""Rectangle name -> fingerprint."""
+MAX_NAMED = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One version of the weights as engines must hold it."""
+
+    version: WeightVersion
+    directory: Path
+    """A Hugging Face directory with config and tokenizer; with the weights too, where `has_weights`."""
+    has_weights: bool
+    algorithm: Algorithm
+    expected: tuple[Rectangles, ...] = field(repr=False)
+    """By engine rank."""
+    unsigned: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Fingerprints with negative zeros made positive, of the rectangles that hold any."""
+
+
+def rectangle_name(name: str, rows: tuple[int, int], cols: tuple[int, int]) -> str:
+    """Return the name of a rectangle of tensor `name`."""
+    return f"{name}[{rows[0]}:{rows[1]},{cols[0]}:{cols[1]}]"
+
+
+def in_blocks(span: tuple[int, int]) -> tuple[int, int]:
+    """Return a range of elements as a range of 128-blocks."""
+    return span[0] // BLOCK, -(-span[1] // BLOCK)
+
+
+def engine_pieces(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list[list[tuple[StoredTensor, Piece]]]:
+    """Return, by engine rank, every rectangle that it stores.
+
+    Raises ValueError where an engine of that TP degree would cut heads or scale blocks.
+    """
+    check_layout_of(arch, ParallelLayout(tp=tp, row_parallel="k_split"), fp8)
+    ranks: list[list[tuple[StoredTensor, Piece]]] = [[] for _ in range(tp)]
+    tensors = vllm_tensors(arch, tp, fp8)
+    for index, stored in enumerate(tensors):
+        ranks[index % tp] += [(stored, piece) for piece in stored.pieces]
+    return ranks
+
+
+class Fingerprints:
+    """Collects the fingerprints of canonical tensors while they stream by.
+
+    arch, tp, fp8: the engines' model, TP degree and FP8 linears. algorithm: how bytes are hashed.
+    """
+
+    def __init__(self, arch: ModelArchitecture, tp: int, fp8: frozenset[str], algorithm: Algorithm) -> None:
+        """Plan which rectangles of which tensor are hashed for which rank."""
+        self.algorithm = algorithm
+        self.unsigned: Rectangles = {}
+        self.expected: list[Rectangles] = [{} for _ in range(tp)]
+        self._wanted: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, pieces in enumerate(engine_pieces(arch, tp, fp8)):
+            for _, piece in pieces:
+                self._wanted.setdefault(piece.hf, []).append((rank, piece))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Hash the rectangles of one canonical tensor; scales come under their own name, `X.weight_scale_inv`."""
+        is_scale = name.endswith(SCALE_SUFFIX)
+        known: Rectangles = {}
+        for rank, piece in self._wanted[name.removesuffix(SCALE_SUFFIX) if is_scale else name]:
+            rows, cols = (in_blocks(piece.rows), in_blocks(piece.cols)) if is_scale else (piece.rows, piece.cols)
+            key = rectangle_name(name, rows, cols)
+            if key not in known:
+                part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
+                known[key] = fingerprint(part, self.algorithm)
+                self._note_negative_zeros(key, part)
+            self.expected[rank][key] = known[key]
+
+    def _note_negative_zeros(self, key: str, part: Tensor) -> None:
+        if part.dtype is not torch.bfloat16:
+            return
+        plain = unsigned_zero(part)
+        if not torch.equal(plain.view(torch.int16), part.contiguous().view(torch.int16)):
+            self.unsigned[key] = fingerprint(plain, self.algorithm)
+
+
+def differences(published: Published, rank: int, held: Mapping[str, str], unsigned_zeros: Iterable[str] = ()) -> list[str]:
+    """Compare what an engine rank reports with what was published; returns one line a rectangle, empty where all are equal.
+
+    held: the engine's rectangles. unsigned_zeros: those that it could only read back with negative zeros made positive.
+    """
+    expected = dict(published.expected[rank])
+    for key in unsigned_zeros:
+        if key in published.unsigned:
+            expected[key] = published.unsigned[key]
+    lines = [f"{key} is missing in the engine" for key in expected.keys() - held.keys()]
+    lines += [f"{key} is unknown to the actor" for key in held.keys() - expected.keys()]
+    lines += [f"{key} differs" for key in expected.keys() & held.keys() if expected[key] != held[key]]
+    return sorted(lines)
+
+
+def summary(lines: list[str]) -> str:
+    """Return the first few of many differences, and how many there are."""
+    more = f" and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
+    return "; ".join(lines[:MAX_NAMED]) + more

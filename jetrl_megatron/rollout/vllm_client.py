@@ -1,0 +1,151 @@
+"""One engine server over HTTP: token ids in, token ids with their log-probs out; and the few control calls of a weight push.
+
+Enters: an address and the run's key. Leaves: `Drawn` for a completion, plain values for control calls. Text is never sent nor read: what
+the server samples is what comes back, id by id (fault D3). Every sampling field is set, so that nothing of the model directory's
+generation_config can slip in (fault D2); log-probs are those of the distribution that was sampled from, since the server runs with
+`--logprobs-mode processed_logprobs` (fault D1).
+
+Failures are of two kinds: `ServerGone`, after which the same request may be sent to another server, and ValueError, after which it may not.
+"""
+
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from jetrl_megatron.contracts import FinishReason, SamplingParams
+
+
+class ServerGone(Exception):
+    """The server did not answer, broke off, or failed inside; the request has no result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One completion as the server gives it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each token, nats, under the distribution that it was drawn from."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineClient:
+    """Address and key of one server; every call opens a connection of its own, so any thread may call."""
+
+    url: str
+    """`http://host:port`."""
+    key: str
+    fields: Mapping[str, Any]
+    """Request fields of the server's version (compat.request_fields)."""
+
+    def __repr__(self) -> str:
+        """Name the address only: the key stays out of logs and tracebacks."""
+        return f"EngineClient({self.url})"
+
+    def complete(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int, timeout_s: float) -> Drawn:
+        """Draw one completion.
+
+        seed: of this request alone, below 2^63. timeout_s: for the whole answer; the server gives the request up when we hang up.
+        Raises ServerGone, or ValueError where the server refuses the request.
+        """
+        return parse_completion(self._call("POST", "/v1/completions", self._body(prompt_ids, params, seed), timeout_s))
+
+    def _body(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
+        return {
+            "prompt": list(prompt_ids),
+            "max_tokens": params.max_new_toks,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "n": 1,
+            "seed": seed,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # only the ids above end a completion
+            "min_tokens": 0,
+            "skip_special_tokens": False,
+            "add_special_tokens": False,
+            **self.fields,
+        }
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Ask whether the server and its engine live."""
+        try:
+            self._call("GET", "/health", None, timeout_s)
+        except ServerGone:
+            return False
+        return True
+
+    def pause(self, timeout_s: float) -> None:
+        """Let running requests end and admit no more until `resume`."""
+        self._call("POST", "/pause?" + urlencode({"mode": "wait"}), None, timeout_s)
+
+    def resume(self, timeout_s: float = 30.0) -> None:
+        """Admit requests again."""
+        self._call("POST", "/resume", None, timeout_s)
+
+    def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
+        """Forget every cached prefix; raises ServerGone where the server says that it could not (fault C5)."""
+        answer = self._call("POST", "/reset_prefix_cache", None, timeout_s)
+        if answer.get("success") is not True:
+            raise ServerGone(f"{self.url}: the prefix cache was not reset: {answer}")
+
+    def rpc(self, method: str, kwargs: Mapping[str, Any], timeout_s: float) -> list[Any]:
+        """Call a method of every worker; returns their results."""
+        answer = self._call("POST", "/collective_rpc", {"method": method, "kwargs": dict(kwargs), "timeout": timeout_s}, timeout_s)
+        return list(answer["results"])
+
+    def control(self, route: str, body: Mapping[str, Any] | None, timeout_s: float) -> None:
+        """Post to a weight-update route, for example `/start_weight_update`."""
+        self._call("POST", route, body, timeout_s)
+
+    def _call(self, verb: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None, self.url
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+        try:
+            connection.request(verb, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            text = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGone(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+        if response.status >= 500:
+            raise ServerGone(f"{self.url}{path} answered {response.status}: {text[:300]!r}")
+        if response.status != 200:
+            raise ValueError(f"{self.url}{path} answered {response.status}: {text[:300]!r}")
+        if not text:
+            return {}
+        try:
+            answer = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ServerGone(f"{self.url}{path} answered something that is not JSON: {text[:100]!r}") from error
+        assert isinstance(answer, dict), (path, type(answer))
+        return answer
+
+
+def parse_completion(answer: Mapping[str, Any]) -> Drawn:
+    """Read the answer of `/v1/completions`.
+
+    Raises ServerGone where ids and log-probs do not keep step or the completion was aborted: never a completion that was patched up.
+    """
+    choice = answer["choices"][0]
+    ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+    if not ids or not logprobs or len(ids) != len(logprobs) or any(value is None for value in logprobs):
+        counts = [len(part) if part is not None else None for part in (ids, logprobs)]
+        raise ServerGone(f"the server gave {counts[0]} token ids and {counts[1]} log-probs (finish reason {choice.get('finish_reason')!r})")
+    reason = choice["finish_reason"]
+    if reason not in ("stop", "length"):
+        raise ServerGone(f"the server ended a completion with {reason!r}")
+    return Drawn(token_ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=reason)

@@ -1,0 +1,259 @@
+"""N engine servers as one: who may serve, with which weights, and how one that died comes back.
+
+Enters: `Published` weights and a way to load them into one live server. Leaves: completions, each from a server that has reported the
+fingerprints of the pool's version. States of a server:
+
+    off -> starting -> [blank ->] ready <-> pushing          any -> starting (died, restarted) -> ... -> lost (restarted too often)
+
+Invariants: only `ready` servers are given requests; a server becomes `ready` only by verification against the pool's current `Published`,
+after its prefix cache was emptied; the version moves when every server that is not `lost` is `ready` with it. A restarted server starts on
+the published directory, so it holds the current weights before its first request; where no weights lie on disk it stays `blank` until the
+next push. One process of the run owns the pool (global rank 0).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from jetrl_megatron.contracts import SamplingParams
+from jetrl_megatron.rollout.published import Published, differences, summary
+from jetrl_megatron.rollout.vllm_client import Drawn, EngineClient, ServerGone
+from jetrl_megatron.rollout.vllm_server import VllmServer
+
+_LOG = logging.getLogger(__name__)
+State = Literal["off", "starting", "blank", "ready", "pushing", "lost"]
+Load = Callable[[EngineClient, Published], None]
+"""Put published weights into one live, paused server."""
+
+
+class WeightMismatch(RuntimeError):
+    """An engine does not hold what the actor published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """How patient a pool is."""
+
+    request_timeout_s: float
+    push_timeout_s: float
+    max_restarts: int
+    """Of one server, over the whole run."""
+
+
+@dataclass(kw_only=True)
+class _Member:
+    """One server and what the pool knows of it."""
+
+    number: int
+    server: VllmServer | None
+    """None for a server that somebody else started, found by its URL."""
+    client: EngineClient | None
+    state: State = "off"
+    restarts: int = 0
+    thread: threading.Thread | None = None
+    started_on: Path | None = None
+    """The weights that it was started with, until it is verified."""
+    problem: str = ""
+
+
+@dataclass(kw_only=True)
+class PoolCounts:
+    """What happened since the pool began."""
+
+    restarts: int = 0
+    push_s: list[float] = field(default_factory=list)
+
+
+class ServerPool:
+    """The servers of a run.
+
+    servers: not yet started. clients: of servers found by URL. model_config: the engines' config.json. limits: see PoolLimits.
+    """
+
+    def __init__(
+        self, servers: Sequence[VllmServer], clients: Sequence[EngineClient], model_config: dict[str, Any], limits: PoolLimits
+    ) -> None:
+        """Start nothing yet: the first `update` does."""
+        members: list[tuple[VllmServer | None, EngineClient | None]] = [(server, None) for server in servers]
+        members += [(None, client) for client in clients]
+        assert members, "a pool needs a server"
+        self._members = [_Member(number=i, server=s, client=c) for i, (s, c) in enumerate(members)]
+        self._config, self._limits = model_config, limits
+        self._lock = threading.RLock()
+        self._published: Published | None = None
+        self._version = -1
+        self._closed = False
+        self.counts = PoolCounts()
+
+    @property
+    def version(self) -> int:
+        """Step of the weights that every ready server holds; -1 before the first push."""
+        return self._version
+
+    def ready(self) -> list[int]:
+        """Return the servers that may serve; raises RuntimeError with the causes where all are lost."""
+        with self._lock:
+            if all(m.state == "lost" for m in self._members):
+                raise RuntimeError("no engine server is left: " + "; ".join(f"server {m.number}: {m.problem}" for m in self._members))
+            return [m.number for m in self._members if m.state == "ready"]
+
+    def blank(self) -> bool:
+        """Tell whether a server waits for weights that only a push by the actor can bring."""
+        with self._lock:
+            return any(m.state == "blank" for m in self._members)
+
+    def complete(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Drawn:
+        """Draw one completion on one server; see `EngineClient.complete`."""
+        client = self._members[number].client
+        assert client is not None, number
+        return client.complete(prompt_ids, params, seed, self._limits.request_timeout_s)
+
+    def gone(self, number: int, cause: ServerGone) -> None:
+        """Hear that a request failed: a server that does not answer is restarted, in the background."""
+        member = self._members[number]
+        with self._lock:
+            if self._closed or member.state != "ready" or member.client is None:
+                return
+            if member.client.healthy():
+                _LOG.warning("engine server %d failed a request and lives: %s", number, cause)
+                return
+            _LOG.warning("engine server %d is gone (%s); it is restarted", number, cause)
+            self._restart(member)
+
+    def start(self, published: Published) -> list[EngineClient]:
+        """Start the servers that do not run yet and wait for those that are coming back; returns the live ones, not yet verified."""
+        with self._lock:
+            self._published = published
+        self._each(lambda m: m.state == "off", lambda m: self._guarded(m, lambda: self._boot(m, published)))
+        for member in self._members:
+            self._await_restart(member)
+        return [m.client for m in self._members if m.state != "lost" and m.client is not None]
+
+    def update(self, published: Published, load: Load) -> None:
+        """Bring every server to `published`, verified; only then the pool's version is its version.
+
+        load: called in one thread a server, at the same time. A server that dies on the way is restarted on the published directory.
+        Raises WeightMismatch naming tensors, or RuntimeError where no server is left.
+        """
+        start_s = time.monotonic()
+        self.start(published)
+        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load)))
+        for member in self._members:
+            self._await_restart(member)
+        self.ready()
+        self._version = published.version.step
+        self.counts.push_s.append(time.monotonic() - start_s)
+
+    def _each(self, chosen: Callable[[_Member], bool], work: Callable[[_Member], None]) -> None:
+        """Do something with several members at the same time; raises what the first of them raised."""
+        members = [m for m in self._members if chosen(m)]
+        with ThreadPoolExecutor(max_workers=len(members) or 1, thread_name_prefix="pool") as threads:
+            for future in [threads.submit(work, member) for member in members]:
+                future.result()
+
+    def _guarded(self, member: _Member, work: Callable[[], None]) -> None:
+        """Do something with one server; one that is gone then is restarted in the background."""
+        try:
+            work()
+        except ServerGone as cause:
+            _LOG.warning("engine server %d is gone in the middle of a push (%s); it is restarted", member.number, cause)
+            with self._lock:
+                self._restart(member)
+
+    def _boot(self, member: _Member, published: Published) -> None:
+        """Start one server's process; it may not serve yet."""
+        if member.server is not None:
+            member.client = member.server.start(published.directory, published.has_weights)
+            member.started_on = published.directory if published.has_weights else None
+        member.state = "blank"
+
+    def _bring(self, member: _Member, published: Published, load: Load) -> None:
+        """Load one live server, unless it was started on these very weights, and verify it."""
+        client = member.client
+        assert client is not None, member.number
+        with self._lock:
+            if member.state == "ready" and member.started_on == published.directory:
+                return  # it came back a moment ago, on these weights, and is verified
+            member.state = "pushing"
+        if member.started_on != published.directory:
+            client.pause(self._limits.push_timeout_s)
+            load(client, published)
+        member.started_on = None
+        self._admit(member, published)
+
+    def _admit(self, member: _Member, published: Published) -> None:
+        """Verify, empty the prefix cache and let the server serve."""
+        client = member.client
+        assert client is not None
+        client.rpc("jetrl_after_load", {}, self._limits.push_timeout_s)
+        self._verify(member.number, client, published)
+        client.reset_prefix_cache()
+        client.resume()
+        with self._lock:
+            member.state = "ready"
+
+    def _verify(self, number: int, client: EngineClient, published: Published) -> None:
+        """Compare what every rank of a server computes with, tensor by tensor; raises WeightMismatch naming them."""
+        arguments = {"config": self._config, "algorithm": published.algorithm}
+        reports = client.rpc("jetrl_fingerprints", arguments, self._limits.push_timeout_s)
+        ranks = sorted(report["rank"] for report in reports)
+        if ranks != list(range(len(published.expected))):
+            raise WeightMismatch(f"engine server {number} has ranks {ranks}, expected {len(published.expected)} of them")
+        lines = [
+            f"rank {report['rank']}: {line}"
+            for report in reports
+            for line in differences(published, report["rank"], report["held"], report["unsigned_zeros"])
+        ]
+        if lines:
+            raise WeightMismatch(f"engine server {number} does not hold version {published.version.step}: {summary(lines)}")
+
+    def _restart(self, member: _Member) -> None:
+        """Begin to bring a dead server back; the lock is held."""
+        member.restarts += 1
+        self.counts.restarts += 1
+        if member.restarts > self._limits.max_restarts:
+            member.state, member.problem = "lost", member.problem or f"it died {member.restarts} times"
+            return
+        member.state = "starting"
+        member.thread = threading.Thread(target=self._revive, args=(member,), name=f"revive-{member.number}", daemon=True)
+        member.thread.start()
+
+    def _revive(self, member: _Member) -> None:
+        """Start a server anew on the current weights; runs in its own thread."""
+        published = self._published
+        assert published is not None
+        try:
+            self._boot(member, published)
+            if member.started_on is not None:
+                self._admit(member, published)
+        except (ServerGone, RuntimeError) as error:
+            with self._lock:
+                member.problem = str(error)
+                if not self._closed:
+                    self._restart(member)
+
+    def _await_restart(self, member: _Member) -> None:
+        """Wait until a server that is coming back has come back, or is lost."""
+        while True:
+            with self._lock:
+                thread = member.thread if member.state == "starting" else None
+            if thread is None:
+                return
+            thread.join()
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the servers that this pool started, 0 for one that is not running."""
+        return [m.server.pid if m.server is not None else 0 for m in self._members]
+
+    def close(self) -> None:
+        """Stop every server that this pool started."""
+        with self._lock:
+            self._closed = True
+        for member in self._members:
+            if member.server is not None:
+                member.server.stop()

@@ -1,0 +1,183 @@
+"""One vLLM server process: its command line, its environment, its start and its end.
+
+Enters: `ServerSpec` (how every server of the run is started), a model directory. Leaves: a running server that answers only with the run's
+key, on the interface that was named (loopback by default), logging into the run directory, and dying with the run (vllm_guard.py).
+The key is in the server's environment, never on a command line or in a log. Each start has a port of its own choice.
+"""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetrl_megatron.rollout.compat import request_fields, server_module, vllm_version
+from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
+from jetrl_megatron.rollout.vllm_client import EngineClient
+
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_")
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JETRL_LAUNCHER_PID")
+_LOG_TAIL_CHARS = 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """How a run starts its servers."""
+
+    tp: int
+    max_model_len: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    cuda_graphs: bool
+    prefix_caching: bool
+    transport: str
+    """`disk`, `nccl` or `ipc`."""
+    power_of_two_scales: bool
+    on_cuda: bool
+    log_dir: Path
+    start_timeout_s: float
+    host: str = "127.0.0.1"
+
+
+def new_key() -> str:
+    """Return a key for one run: 256 random bits as text."""
+    return secrets.token_urlsafe(32)
+
+
+def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: bool) -> list[str]:
+    """Return the command line of a server.
+
+    model_dir: config and tokenizer, and the weights where `with_weights`; without them the server starts on random ones that a push
+    replaces.
+    """
+    words = [sys.executable, "-m", server_module(), "--model", str(model_dir), "--served-model-name", "policy"]
+    words += ["--host", spec.host, "--port", str(port), "--dtype", "bfloat16", "--seed", "0"]
+    words += ["--tensor-parallel-size", str(spec.tp), "--max-model-len", str(spec.max_model_len)]
+    words += ["--max-num-seqs", str(spec.max_num_seqs), "--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "1"]
+    words += ["--middleware", "jetrl_megatron.rollout.vllm_auth.RequireKey"]
+    words += ["--worker-extension-cls", "jetrl_megatron.rollout.vllm_worker.WeightReader"]
+    words += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
+    words += ["--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching"]
+    words += [] if with_weights else ["--load-format", "dummy"]
+    if spec.transport != "disk":
+        words += ["--weight-transfer-config", json.dumps({"backend": spec.transport})]
+    if not spec.cuda_graphs:
+        words += ["--enforce-eager"]
+    if spec.on_cuda:
+        # The activation quantiser must be the CUDA op: what torch.compile makes of the fallback rounds differently.
+        compilation = {"custom_ops": ["+quant_fp8"], **({"cudagraph_capture_sizes": [1, 32, 128]} if spec.cuda_graphs else {})}
+        words += ["--compilation-config", json.dumps(compilation)]
+    return words
+
+
+def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a server: the run's own, without its launcher's variables, with the key and the engine's switches.
+
+    gpus: value of CUDA_VISIBLE_DEVICES, empty where there are none.
+    """
+    kept = {k: v for k, v in base.items() if k not in _LAUNCHER_NAMES and not k.startswith(_LAUNCHER_PREFIXES)}
+    switches = {
+        KEY_VARIABLE: key,
+        "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; RequireKey stands before them
+        "VLLM_HOST_IP": spec.host,
+        "VLLM_USE_DEEP_GEMM_E8M0": str(int(spec.power_of_two_scales)),
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": kept.get("VLLM_LOGGING_LEVEL", "INFO"),
+    }
+    if spec.transport == "ipc":
+        switches["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles come pickled, and only from who has the key
+    if gpus:
+        switches["CUDA_VISIBLE_DEVICES"] = gpus
+    if not spec.on_cuda:
+        # Without dynamo: an eager server would still compile a helper of the sampler, for half a minute, in its first request.
+        switches |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        switches["VLLM_CPU_KVCACHE_SPACE"] = kept.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    return kept | switches
+
+
+class VllmServer:
+    """One server that this process has started.
+
+    number: its place in the pool, in names of log files. spec, key: of the run. gpus: CUDA_VISIBLE_DEVICES, empty on a CPU.
+    """
+
+    def __init__(self, number: int, spec: ServerSpec, key: str, gpus: str = "") -> None:
+        """Start nothing yet."""
+        self.number, self._spec, self._key, self._gpus = number, spec, key, gpus
+        self._guard: subprocess.Popen[str] | None = None
+        self._starts = 0
+        self.pid = 0
+        """Of the server's first process, 0 before the start."""
+        self.client: EngineClient | None = None
+
+    @property
+    def log_file(self) -> Path:
+        """Where the server of the latest start writes."""
+        return self._spec.log_dir / f"server{self.number}-start{self._starts}.log"
+
+    def start(self, model_dir: Path, with_weights: bool) -> EngineClient:
+        """Start the server and wait until it is healthy.
+
+        Raises RuntimeError with the end of its log where it dies or takes longer than start_timeout_s.
+        """
+        self.stop()
+        self._starts += 1
+        self._spec.log_dir.mkdir(parents=True, exist_ok=True)
+        port = _free_port(self._spec.host)
+        words = [sys.executable, "-m", "jetrl_megatron.rollout.vllm_guard", *server_command(self._spec, model_dir, port, with_weights)]
+        environment = server_environment(self._spec, self._key, self._gpus, os.environ)
+        with self.log_file.open("wb") as log:
+            self._guard = subprocess.Popen(
+                words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        assert self._guard.stdout is not None
+        self.pid = int(self._guard.stdout.readline() or 0)
+        self.client = EngineClient(url=f"http://{self._spec.host}:{port}", key=self._key, fields=request_fields(vllm_version()))
+        self._wait_until_healthy(self.client)
+        self.client.rpc("jetrl_prepare", {}, self._spec.start_timeout_s)
+        return self.client
+
+    def _wait_until_healthy(self, client: EngineClient) -> None:
+        deadline = time.monotonic() + self._spec.start_timeout_s
+        while not client.healthy():
+            if not self.alive or time.monotonic() > deadline:
+                cause = "ended while starting" if not self.alive else f"was not up after {self._spec.start_timeout_s:g} s"
+                self.stop()
+                raise RuntimeError(f"engine server {self.number} {cause}; the end of {self.log_file}:\n{self.log_tail()}")
+            time.sleep(0.5)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs (it may still be deaf)."""
+        return self._guard is not None and self._guard.poll() is None
+
+    def log_tail(self) -> str:
+        """Return the end of the log."""
+        return self.log_file.read_text(errors="replace")[-_LOG_TAIL_CHARS:] if self.log_file.is_file() else ""
+
+    def stop(self) -> None:
+        """End the server and everything it has started; nothing happens where none runs."""
+        if self._guard is None:
+            return
+        assert self._guard.stdin is not None and self._guard.stdout is not None
+        self._guard.stdin.close()  # the guard kills the server's session
+        self._guard.wait(timeout=30.0)
+        self._guard.stdout.close()
+        self._guard, self.pid = None, 0
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,120 @@
+"""What this project adds to a vLLM worker process: it says which bytes the engine computes with, and readies the device.
+
+Enters: calls over the server's `/collective_rpc`. Leaves: fingerprints of every rectangle of the canonical (Hugging Face) tensors that this
+worker holds, in checkpoint layout, and which of them were read back with negative zeros made positive. vLLM loads the class by name
+(`--worker-extension-cls jetrl_megatron.rollout.vllm_worker.WeightReader`) and mixes it into its own worker.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from conversion.architecture import ModelArchitecture
+from conversion.names import EMBEDDING, SCALE_SUFFIX
+from conversion.shards import Piece, StoredTensor
+from jetrl_megatron.rollout.compat import (
+    embedding_rows,
+    has_packed_head,
+    held_weight,
+    prepare_device,
+    refresh_tied_head,
+    worker_model,
+    worker_tp_rank,
+)
+from jetrl_megatron.rollout.fingerprint import Algorithm, fingerprint, unsigned_zero
+from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name
+
+
+class WeightReader:
+    """Mixin of vLLM's worker."""
+
+    def jetrl_prepare(self) -> dict[str, Any]:
+        """Make the device ready for the first request; called once behind the start. Returns `matrix_unit`."""
+        return {"matrix_unit": prepare_device()}
+
+    @torch.no_grad()
+    def jetrl_after_load(self) -> None:
+        """Bring what vLLM derives from weights, and does not derive again at a reload, up to date."""
+        refresh_tied_head(worker_model(self))
+
+    @torch.no_grad()
+    def jetrl_fingerprints(self, config: dict[str, Any], algorithm: str) -> dict[str, Any]:
+        """Return `rank`, `held` (rectangle -> fingerprint), `unsigned_zeros` (rectangle names) and `fp8_linears`.
+
+        config: the model's config.json, as the actor reads it. algorithm: see fingerprint.py.
+        """
+        model = worker_model(self)
+        arch = ModelArchitecture.from_hf_config(config)
+        tp = cast(Any, self).parallel_config.tensor_parallel_size
+        rank = worker_tp_rank()
+        reader = _Reader(model, cast(Algorithm, algorithm))
+        fp8 = fp8_linears(model)
+        for stored, piece in engine_pieces(arch, tp, fp8)[rank]:
+            reader.read(stored, piece)
+        if arch.tie_embeddings:
+            reader.check_tied_head()
+        return {"rank": rank, "held": reader.held, "unsigned_zeros": reader.unsigned_zeros, "fp8_linears": len(fp8)}
+
+
+def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
+    """Return the Hugging Face module names of the linears whose weights the engine holds as FP8 codes."""
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    found = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.float8_e4m3fn:
+            module = name.removesuffix(".weight")
+            stem, _, last = module.rpartition(".")
+            found |= {f"{stem}.{part}" for part in parts.get(last, (last,))}
+    return frozenset(found)
+
+
+class _Reader:
+    """Reads tensors of one model, each once, and hashes their rectangles."""
+
+    def __init__(self, model: torch.nn.Module, algorithm: Algorithm) -> None:
+        self.held: dict[str, str] = {}
+        self.unsigned_zeros: list[str] = []
+        self._model, self._algorithm = model, algorithm
+        self._last: tuple[str, Tensor, bool] | None = None
+
+    def read(self, stored: StoredTensor, piece: Piece) -> None:
+        weight, unsigned = self._tensor(stored.name)
+        rows, cols = _shifted(piece.rows, piece.row_at), _shifted(piece.cols, piece.col_at)
+        part = weight[slice(*rows)] if weight.dim() == 1 else weight[slice(*rows), slice(*cols)]
+        self._note(rectangle_name(piece.hf, piece.rows, piece.cols), part, unsigned)
+        if stored.fp8:
+            scales = self._module(stored.name).weight_scale_inv.detach()
+            part = scales[slice(*in_blocks(rows)), slice(*in_blocks(cols))]
+            self._note(rectangle_name(piece.hf + SCALE_SUFFIX, in_blocks(piece.rows), in_blocks(piece.cols)), part, False)
+
+    def check_tied_head(self) -> None:
+        """Hold the embedding's rectangle to what the head multiplies by, where that is a copy: one that is stale fails the push."""
+        head: Any = self._model.lm_head
+        if not has_packed_head(head):
+            return
+        rows, _ = held_weight(head, "weight")
+        table = unsigned_zero(embedding_rows(self._model.get_submodule(EMBEDDING.removesuffix(".weight"))))
+        if not torch.equal(rows.view(torch.int16), table.view(torch.int16)):
+            for key in [k for k in self.held if k.startswith(EMBEDDING)]:
+                self.held[key] = "the tied head multiplies by another copy"
+
+    def _note(self, key: str, part: Tensor, unsigned: bool) -> None:
+        self.held[key] = fingerprint(part, self._algorithm)
+        if unsigned:
+            self.unsigned_zeros.append(key)
+
+    def _module(self, name: str) -> Any:
+        return self._model.get_submodule(name.rpartition(".")[0])
+
+    def _tensor(self, name: str) -> tuple[Tensor, bool]:
+        if self._last is None or self._last[0] != name:
+            module, kind = self._module(name), name.rpartition(".")[2]
+            weight, unsigned = (embedding_rows(module), False) if name == EMBEDDING else held_weight(module, kind)
+            self._last = (name, weight, unsigned)
+        return self._last[1], self._last[2]
+
+
+def _shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
+    """Move a canonical range to where it lies in the stored tensor."""
+    return at, at + span[1] - span[0]

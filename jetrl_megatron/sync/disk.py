@@ -1,0 +1,114 @@
+"""Weights by way of a directory: for CPUs, for pools on other machines with a shared file system, and for servers that come back.
+
+Enters: the stage wires of all pipeline stages. Leaves: `vNNNNNNNN/`, a Hugging Face directory with one safetensors file a stage, complete
+or not there (written beside and renamed), which live servers reload from and restarted ones start on. Only the current version is kept: the
+one before goes when every server has verified its successor.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conversion.assemble import tensor_specs
+from conversion.checkpoint import INDEX
+from conversion.files import SafetensorsFile, ShardWriter
+from jetrl_megatron.actor.actor import Actor
+from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.published import Published
+from jetrl_megatron.rollout.vllm_client import EngineClient
+from jetrl_megatron.rollout.vllm_engine import RunGroup
+from jetrl_megatron.rollout.vllm_pool import ServerPool
+from jetrl_megatron.sync.transport import StageRecord, engine_config, merge_shares, write_model_files
+from jetrl_megatron.sync.wire import StageWire
+
+
+class DiskTransport:
+    """Transport over a directory that every stage leader and every server sees.
+
+    root: where versions are written. source_dir: the run's HF directory. actor: whose ranks write. group: all ranks of the run. engine_tp:
+    TP degree of the servers. timeout_s: for one server's reload.
+    """
+
+    def __init__(self, root: Path, source_dir: Path, actor: Actor, group: RunGroup, *, engine_tp: int, timeout_s: float) -> None:
+        """Remove what an earlier start left; rank 0 does."""
+        self._root, self._source_dir, self._ranks, self._group = root, source_dir, actor.ranks, group
+        self._engine_tp, self._timeout_s = engine_tp, timeout_s
+        if group.rank == 0:
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True, mode=0o700)
+
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+        """Write a version, let every server reload and verify it, then remove the one before. See `Transport.push`."""
+        final = self._root / f"v{step:08d}"
+        partial = final.with_name(final.name + ".part")
+        if self._group.rank == 0:
+            partial.mkdir(mode=0o700, exist_ok=True)
+        self._group.from_first(None)  # the directory is there
+        record = self._write_stage(wire, partial) if self._ranks.dp_rank == 0 else None
+        shares = self._group.to_first(None if record is None else record.share())
+        if pool is None:
+            return None
+        assert shares is not None
+        published = merge_shares(wire, [s for s in shares if s is not None], final, step, has_weights=True)
+        self._publish(wire, partial, final)
+        pool.update(published, self._load)
+        for old in self._root.iterdir():
+            if old != final:
+                shutil.rmtree(old)
+        return published.version
+
+    def _write_stage(self, wire: StageWire, partial: Path) -> StageRecord | None:
+        """Write this stage's file on its leader; the stage's other ranks take part in gathering."""
+        if not wire.receives:
+            for _ in wire.stream():
+                raise AssertionError("a rank that does not receive got a tensor")
+            return None
+        record = StageRecord(wire, self._engine_tp)
+        specs = [spec for target in wire.specs() for spec in tensor_specs(target)]
+        writer = ShardWriter(partial / stage_file(self._ranks.pp_rank, self._ranks.pp), specs, {"format": "pt"})
+        try:
+            for name, tensor in record.watch(wire.stream()):
+                writer.write(name, _bytes_of(tensor))
+        finally:
+            writer.close(sync=False)  # a crash of this machine ends the servers too; nothing else reads these files
+        return record
+
+    def _publish(self, wire: StageWire, partial: Path, final: Path) -> None:
+        """Complete the directory and rename it to its place."""
+        write_model_files(partial, engine_config(wire.arch, wire.fp8, self._source_dir), self._source_dir)
+        names = sorted(path.name for path in partial.glob("*.safetensors"))
+        assert len(names) == self._ranks.pp, (names, self._ranks.pp)
+        if len(names) > 1:
+            (partial / INDEX).write_text(json.dumps(_index(partial, names)))
+        if final.exists():  # the same version once more
+            shutil.rmtree(final)
+        os.replace(partial, final)
+
+    def _load(self, client: EngineClient, published: Published) -> None:
+        client.rpc("reload_weights", {"weights_path": str(published.directory)}, self._timeout_s)
+
+
+def stage_file(stage: int, num_stages: int) -> str:
+    """Return the file name of a pipeline stage, as Hugging Face names shards."""
+    return "model.safetensors" if num_stages == 1 else f"model-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+
+
+def _index(directory: Path, names: list[str]) -> dict[str, object]:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for name in names:
+        file = SafetensorsFile(directory / name)
+        for tensor, entry in file.entries.items():
+            weight_map[tensor] = name
+            total += entry.num_bytes
+        file.close()
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()

@@ -1,0 +1,57 @@
+"""One push of the actor's weights to the pool, on all ranks of the run together.
+
+Enters: the actor after an optimizer step (or a restart). Leaves: every server verified to hold the step's bytes, and the version that
+completions drawn from now on carry. Happens-before: the version is returned, on any rank, only after the last server's verification.
+"""
+
+import logging
+import time
+
+from jetrl_megatron.actor.actor import Actor
+from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.vllm_engine import RunGroup
+from jetrl_megatron.rollout.vllm_pool import ServerPool
+from jetrl_megatron.sync.transport import Transport
+from jetrl_megatron.sync.wire import StageWire
+
+_LOG = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Pushes an actor's weights.
+
+    actor: whose weights. pool: on rank 0, None elsewhere. transport: how. group: all ranks of the run. everywhere: see StageWire.
+    """
+
+    def __init__(self, actor: Actor, pool: ServerPool | None, transport: Transport, group: RunGroup, *, everywhere: bool = False) -> None:
+        """Plan the wire once: the layout does not change during a run."""
+        self._actor, self._pool, self._transport, self._group = actor, pool, transport, group
+        self._wire = StageWire(actor, everywhere=everywhere)
+        self.version: WeightVersion | None = None
+        """What the servers were last verified to hold."""
+        self.seconds = 0.0
+        """Of the last push."""
+
+    def push(self) -> WeightVersion:
+        """Bring every server to the actor's current weights and verify it; collective.
+
+        Raises RuntimeError on every rank where it fails: rank 0's names the server and the tensors. The version then stays what it was.
+        """
+        start_s = time.monotonic()
+        step = self._actor.version
+        if self.version is not None and step < self.version.step:
+            raise RuntimeError(f"version {step} would follow {self.version.step}; versions only grow")
+        done: WeightVersion | None = None
+        failure: Exception | None = None
+        try:
+            done = self._transport.push(self._wire, self._pool, step)
+        except (ValueError, RuntimeError) as error:
+            if self._group.rank != 0:
+                raise
+            failure = error
+        word = ("done", done) if failure is None else ("failed", (False, str(failure)))
+        version = self._group.result_of(self._group.from_first(word), failure)
+        assert isinstance(version, WeightVersion) and version.step == step, (version, step)
+        self.version, self.seconds = version, time.monotonic() - start_s
+        _LOG.info("version %d (%s) is on every server after %.2f s", step, version.sha256[:12], self.seconds)
+        return version

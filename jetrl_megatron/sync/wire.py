@@ -1,0 +1,212 @@
+"""From the shards of one pipeline stage to canonical tensors on its leader, in whole passes over a few large buffers.
+
+Enters: the actor (its BF16 parameters and the weight cache of the rollout side). Leaves: (name, tensor) in checkpoint layout: FP8 codes
+[N, K] E4M3 with scales [ceil(N/128), ceil(K/128)] FP32, or BF16. Codes and scales are moved, never made: what leaves is what the cache
+holds.
+
+TP ranks of one stage put the bytes of several parameters, scales with them, end to end into one buffer and gather it in one call; then the
+planner's copy operations (conversion.plan) place the rectangles. Nothing is gathered over pipeline stages or data-parallel ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from conversion.layout import fp8_modules
+from conversion.plan import CopyOp, TargetPlan, make_plan
+from conversion.shards import StoredTensor, hf_tensors, megatron_tensors, rank_key
+from jetrl_megatron.actor.actor import Actor
+from jetrl_megatron.config import LinearPrecision
+
+BUCKET_BYTES = 256 * 2**20
+_ALIGN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One stored tensor's bytes within a bucket: codes or elements, then scales where it is FP8."""
+
+    stored: StoredTensor
+    """As the leader's own rank stores it; every TP rank has the same shape."""
+    data_at: int
+    scale_at: int
+
+
+class StageWire:
+    """What this rank's pipeline stage sends. Every rank of the stage iterates `stream`; only the receiving ranks get tensors.
+
+    actor: whose weights. everywhere: every TP rank receives the whole tensors (CUDA IPC), instead of the leader alone.
+    """
+
+    def __init__(self, actor: Actor, everywhere: bool = False) -> None:
+        """Plan the stage: which stored tensors are gathered, and which canonical tensors are made of them."""
+        precision = actor.recipe.precision
+        fp8 = precision.rollout_linear is LinearPrecision.fp8
+        self.fp8 = fp8_modules(actor.arch, precision.bf16_layers) if fp8 else frozenset()
+        self.arch = actor.arch
+        self._actor, self._everywhere = actor, everywhere
+        self._group = mpu.get_tensor_model_parallel_group()
+        layout, ranks = actor.layout, actor.ranks
+        everything = megatron_tensors(actor.arch, layout, self.fp8)
+        plan = make_plan(everything, hf_tensors(actor.arch, self.fp8))
+        mine = {rank_key(ranks.pp_rank, t, v): (t, v) for t in range(layout.tp) for v in range(layout.vpp)}
+        self._place, self._plan = mine, plan
+        self._targets = [t for t in plan.targets if t.ops[0].source.location in mine]
+        self._own = {(mine[s.location][1], s.name): s for s in everything if s.location in mine and mine[s.location][0] == ranks.tp_rank}
+
+    @property
+    def receives(self) -> bool:
+        """Whether `stream` yields tensors on this rank."""
+        return self._everywhere or self._actor.ranks.tp_rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self._actor.device
+
+    def specs(self) -> list[StoredTensor]:
+        """Return the canonical tensors that `stream` yields, in its order; an FP8 one is followed by its scales."""
+        return [t.target for t in self._targets]
+
+    @property
+    def replica(self) -> int:
+        """This rank's data-parallel rank; the first replica alone needs to send."""
+        return self._actor.ranks.dp_rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the actor."""
+        return self._actor.ranks.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the actor."""
+        return self._actor.ranks.pp
+
+    def described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return name -> (torch's name of the dtype, shape) of every canonical tensor of the model, scales included."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for target in hf_tensors(self.arch, self.fp8):
+            found[target.name] = ("float8_e4m3fn" if target.fp8 else "bfloat16", target.shape)
+            if target.fp8:
+                found[target.scale_name] = ("float32", target.scale_shape)
+        return found
+
+    def other_stages(self) -> list[tuple[int, list[str]]]:
+        """Return, for each pipeline stage but the first, its leader's global rank and the names that it streams."""
+        group = mpu.get_pipeline_model_parallel_group()
+        return [(dist.get_global_rank(group, stage), self._names_of(stage)) for stage in range(1, self.num_stages)]
+
+    def _names_of(self, stage: int) -> list[str]:
+        places = {rank_key(stage, t, v) for t in range(self._actor.layout.tp) for v in range(self._actor.layout.vpp)}
+        targets = [t.target for t in self._plan.targets if t.ops[0].source.location in places]
+        return [name for t in targets for name in ((t.name, t.scale_name) if t.fp8 else (t.name,))]
+
+    @torch.no_grad()
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather bucket after bucket and yield (name, tensor) on receiving ranks; nothing on others, which still take part.
+
+        Raises RuntimeError where a weight changed after it was quantised.
+        """
+        for targets in self._buckets():
+            parts, buffer = self._fill(targets)
+            gathered = self._gather(buffer)
+            if gathered is None:
+                continue
+            for target in targets:
+                yield from self._assemble(target, parts, gathered)
+
+    def _buckets(self) -> Iterator[list[TargetPlan]]:
+        """Cut the targets, in order, into lists of at most BUCKET_BYTES that no fused parameter crosses."""
+        bucket: list[TargetPlan] = []
+        seen: set[tuple[int, str]] = set()
+        size = 0
+        for target in self._targets:
+            sources = {self._source(op) for op in target.ops} - seen
+            new = sum(self._own[source].num_bytes for source in sources)
+            if bucket and sources and size + new > BUCKET_BYTES:
+                yield bucket
+                bucket, seen, size = [], set(), 0
+            bucket.append(target)
+            seen |= sources
+            size += new
+        if bucket:
+            yield bucket
+
+    def _source(self, op: CopyOp) -> tuple[int, str]:
+        """Return (model chunk, Megatron name) of an operation's source."""
+        return self._place[op.source.location][1], op.source.name
+
+    def _fill(self, targets: list[TargetPlan]) -> tuple[dict[tuple[int, str], _Part], Tensor]:
+        """Put this rank's bytes of everything that `targets` are made of end to end."""
+        parts: dict[tuple[int, str], _Part] = {}
+        pieces: list[tuple[int, Tensor]] = []
+        end = 0
+        for source in dict.fromkeys(self._source(op) for target in targets for op in target.ops):
+            stored = self._own[source]
+            data, scales = self._local(stored, *source)
+            places = []
+            for tensor in (data,) if scales is None else (data, scales):
+                raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+                places.append(end)
+                pieces.append((end, raw))
+                end += -(-raw.numel() // _ALIGN) * _ALIGN
+            parts[source] = _Part(stored=stored, data_at=places[0], scale_at=places[-1])
+        buffer = torch.empty(end, dtype=torch.uint8, device=self.device)
+        for at, raw in pieces:
+            buffer[at : at + raw.numel()] = raw
+        return parts, buffer
+
+    def _local(self, stored: StoredTensor, chunk: int, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's elements, or codes and scales, of one parameter."""
+        parameter = self._actor.chunks[chunk].get_parameter(name)
+        if not stored.fp8:
+            assert tuple(parameter.shape) == stored.shape, (name, parameter.shape, stored.shape)
+            return parameter.detach(), None
+        linear = self._actor.chunks[chunk].get_submodule(name.removesuffix(".weight"))
+        cache = linear.flow_sides["rollout"].cache
+        assert cache is not None, name
+        weight = cache.get(linear.flow_name).w
+        assert tuple(weight.data.shape) == stored.shape and tuple(weight.scale.shape) == stored.scale_shape, (name, weight.data.shape)
+        return weight.data, weight.scale.float()
+
+    def _gather(self, buffer: Tensor) -> list[Tensor] | None:
+        """Return the buffers of all TP ranks on receiving ranks, None elsewhere."""
+        size = self._group.size()
+        if size == 1:
+            return [buffer]
+        buffers = [torch.empty_like(buffer) for _ in range(size)] if self.receives else None
+        if self._everywhere:
+            assert buffers is not None
+            dist.all_gather(buffers, buffer, group=self._group)
+        else:
+            dist.gather(buffer, buffers, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        return buffers
+
+    def _assemble(self, plan: TargetPlan, parts: dict[tuple[int, str], _Part], buffers: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield one canonical tensor, and its scales where it is FP8."""
+        target = plan.target
+        dtype = torch.float8_e4m3fn if target.fp8 else torch.bfloat16
+        out = torch.empty(target.rows_cols, dtype=dtype, device=self.device)
+        scales = torch.empty(target.scale_shape, dtype=torch.float32, device=self.device) if target.fp8 else None
+        for op in plan.ops:
+            part, buffer = parts[self._source(op)], buffers[self._place[op.source.location][0]]
+            rows, cols = part.stored.rows_cols
+            data = _view(buffer, part.data_at, rows, cols, dtype)
+            out[slice(*op.target_rows), slice(*op.target_cols)] = data[slice(*op.source_rows), slice(*op.source_cols)]
+            if scales is not None:
+                grid = _view(buffer, part.scale_at, *part.stored.scale_shape, torch.float32)
+                from_rows, from_cols, to_rows, to_cols = op.scale_ranges
+                scales[slice(*to_rows), slice(*to_cols)] = grid[slice(*from_rows), slice(*from_cols)]
+        yield target.name, out.view(target.shape)
+        if scales is not None:
+            yield target.scale_name, scales
+
+
+def _view(buffer: Tensor, at: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Return [rows, cols] of a buffer's bytes from `at` on."""
+    return buffer[at : at + rows * cols * dtype.itemsize].view(dtype).view(rows, cols)

@@ -1,0 +1,124 @@
+"""What the client asks for and what it accepts; what the door lets through; what a server's command line and environment hold."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron.contracts import SamplingParams
+from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, RequireKey
+from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone, parse_completion
+from jetrl_megatron.rollout.vllm_engine import request_seed
+from jetrl_megatron.rollout.vllm_server import ServerSpec, new_key, server_command, server_environment
+
+KEY = "k" * 40
+SPEC = ServerSpec(
+    tp=2,
+    max_model_len=512,
+    max_num_seqs=8,
+    gpu_memory_utilization=0.5,
+    cuda_graphs=True,
+    prefix_caching=True,
+    transport="disk",
+    power_of_two_scales=False,
+    on_cuda=True,
+    log_dir=Path("logs"),
+    start_timeout_s=1.0,
+)
+
+
+def answer(ids=(5, 6), logprobs=(-0.5, -0.25), reason="stop"):
+    return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
+
+
+def test_a_whole_completion_is_taken_as_it_is():
+    drawn = parse_completion(answer())
+    assert (drawn.token_ids, drawn.logprobs, drawn.finish_reason) == ((5, 6), (-0.5, -0.25), "stop")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        answer(ids=(5, 6, 7)),
+        answer(logprobs=(-0.5,)),
+        answer(logprobs=(-0.5, None)),
+        answer(ids=(), logprobs=()),
+        answer(reason="abort"),
+        {"choices": [{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}]},
+    ],
+)
+def test_a_completion_whose_ids_and_logprobs_do_not_keep_step_is_no_result(broken):
+    with pytest.raises(ServerGone):
+        parse_completion(broken)
+
+
+def test_every_sampling_field_is_set_so_that_no_model_directory_can_fill_it_in():
+    body = EngineClient(url="http://h:1", key=KEY, fields={"watermarking": False})._body(
+        [1, 2], SamplingParams(max_new_toks=7, temperature=0.6, stop_token_ids=(3, 4)), 99
+    )
+    assert body["prompt"] == [1, 2] and body["max_tokens"] == 7 and body["seed"] == 99 and body["stop_token_ids"] == [3, 4]
+    neutral = {"temperature": 0.6, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "n": 1}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "add_special_tokens": False, "watermarking": False}
+    assert {k: body[k] for k in neutral} == neutral
+
+
+def test_request_seeds_depend_on_seed_prompt_and_sample_only():
+    seeds = {request_seed(s, p, j) for s in (0, 1) for p in ("a", "b") for j in (0, 1)}
+    assert len(seeds) == 8 and all(0 <= s < 2**63 for s in seeds)
+    assert request_seed(1, "a", 0) == request_seed(1, "a", 0)
+
+
+def test_the_key_is_in_the_environment_and_nowhere_else():
+    command = server_command(SPEC, Path("model"), 1234, with_weights=True)
+    environment = server_environment(SPEC, KEY, "4,5", {"PATH": "p", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_X": "y"})
+    assert KEY not in " ".join(command)
+    assert [k for k, v in environment.items() if v == KEY] == [KEY_VARIABLE]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5" and environment["PATH"] == "p"
+    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_X"} & environment.keys()
+    assert KEY not in repr(EngineClient(url="http://h:1", key=KEY, fields={}))
+    assert len({new_key() for _ in range(5)}) == 5 and len(new_key()) >= 40
+
+
+def test_a_server_binds_to_loopback_behind_the_door_with_the_log_probs_of_its_own_distribution():
+    words = server_command(SPEC, Path("model"), 1234, with_weights=False)
+    pairs = dict(zip(words, words[1:], strict=False))
+    assert pairs["--host"] == "127.0.0.1" and pairs["--middleware"] == "jetrl_megatron.rollout.vllm_auth.RequireKey"
+    assert pairs["--logprobs-mode"] == "processed_logprobs" and pairs["--generation-config"] == "vllm"
+    assert pairs["--load-format"] == "dummy" and pairs["--tensor-parallel-size"] == "2"
+    assert server_environment(SPEC, KEY, "", {})["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
+def asked(headers, kind="http", path="/update_weights"):
+    """Return what the door answers: None where the request went through."""
+    passed, sent = [], []
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(RequireKey(app)({"type": kind, "path": path, "headers": headers}, None, send))
+    assert bool(passed) != bool(sent)
+    return None if passed else sent[0]
+
+
+@pytest.fixture
+def key(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+@pytest.mark.usefixtures("key")
+def test_the_door_opens_for_the_key_alone():
+    right = (b"authorization", b"Bearer " + KEY.encode())
+    assert asked([right]) is None
+    for headers in ([], [(b"authorization", b"Bearer x")], [(b"authorization", KEY.encode())], [(b"x-key", right[1])], [right, right]):
+        assert asked(headers)["status"] == 401
+    assert asked([], kind="websocket")["type"] == "websocket.close"
+
+
+def test_without_a_key_there_is_no_server(monkeypatch):
+    for value in ("", "short"):
+        monkeypatch.setenv(KEY_VARIABLE, value)
+        with pytest.raises(ValueError, match="at least 32"):
+            RequireKey(lambda *a: None)
