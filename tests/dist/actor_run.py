@@ -1,17 +1,24 @@
-"""What one rank does in the layout tests: build an actor, read log-probs, roll out, take one step, export. Returns plain values."""
+"""What one rank does in the layout tests: build an actor, read log-probs, roll out, take one step, export. Returns plain values.
 
+Leaves out judging: `test_layouts` compares what comes back.
+"""
+
+import hashlib
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from conversion.actor_io import merge_to_hf, write_rank_shards
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
 from jetrl_megatron.actor.actor import Actor, barrier
 from jetrl_megatron.actor.device import local_device
+from jetrl_megatron.actor.model import PolicyModel
 from jetrl_megatron.config import LossNorm, OptimConfig, ParallelConfig, PrecisionConfig, Recipe
 from jetrl_megatron.contracts import Completion, Prompt, Sample, SamplingParams
 from jetrl_megatron.grpo.batch import build_train_batch, token_weights, unpack_per_position
@@ -20,12 +27,13 @@ from jetrl_megatron.rollout.engine import Request
 from jetrl_megatron.rollout.local import LocalEngine
 
 PROMPT_LENGTHS = (3, 40, 17, 8)
-GROUP = 2
+GROUP = 3
+LR = 1e-3
 
 
 def recipe_of(parallel: ParallelConfig, precision: PrecisionConfig) -> Recipe:
     """Return a recipe with everything else at its default and one strong optimizer step."""
-    return replace(Recipe(), parallel=parallel, precision=precision, optim=OptimConfig(lr=1e-3, clip_grad=1.0))
+    return replace(Recipe(), parallel=parallel, precision=precision, optim=OptimConfig(lr=LR, clip_grad=1.0))
 
 
 def prompts(vocab: int) -> list[Prompt]:
@@ -82,29 +90,65 @@ def export(actor: Actor, chunks: list[dict[str, torch.Tensor]], out: Path, hf_di
     barrier()
 
 
-def run(hf_dir: str, out: str, parallel: ParallelConfig, precision: PrecisionConfig, micro_batch_toks: int = 512) -> dict[str, Any]:
-    """Do it all once; exports `grads/hf` and `weights/hf` under `out`."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One actor to build and to put through everything; what it exports lies in `out`/grads/hf and `out`/weights/hf."""
+
+    hf_dir: str
+    out: str
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+
+
+def run_cases(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """Run one case after the other in the processes that are there; they start and import once."""
+    results = {}
+    for name, case in cases.items():
+        print(f"case {name}", flush=True)
+        results[name] = _run(case)
+    parallel_state.destroy()
+    return results
+
+
+def _run(case: Case) -> dict[str, Any]:
     device = local_device()
-    ranks = parallel_state.initialize(parallel, device)
-    arch = ModelArchitecture.from_hf_directory(hf_dir)
-    actor = Actor(recipe_of(parallel, precision), arch, Path(hf_dir), ranks, device)
+    ranks = parallel_state.initialize(case.parallel, device)
+    arch = ModelArchitecture.from_hf_directory(case.hf_dir)
+    actor = Actor(recipe_of(case.parallel, case.precision), arch, Path(case.hf_dir), ranks, device)
     actor.start_optimizer(actor.recipe.optim, total_steps=10)
-    result: dict[str, Any] = {"digest": actor.weights_digest()}
-
     samples = fixed_samples(arch.vocab_size)
-    batches = batches_of(samples, actor, micro_batch_toks)
+    batches = batches_of(samples, actor, case.parallel.micro_batch_toks)
+    result: dict[str, Any] = {"digest": actor.weights_digest(), "num_micro_batches": len(batches)}
     result["logprobs"] = _logprobs_by_sample(actor, batches, samples)
-    result["rollout"], result["rollout_diff"] = _rollout(actor, arch, micro_batch_toks)
-
+    result["rollout"], result["rollout_diff"] = _rollout(actor, arch, case.parallel.micro_batch_toks)
     sums = actor.train_step(batches, weighted_loss, lambda name: nullcontext())
     result["grad_norm"] = float(sums["grad_norm"])
+    result["loss"] = float(sums["loss"]) if "loss" in sums else None
+    result["tied_embedding"] = [_sha256(c.shared_embedding_or_output_weight()) for c in actor.chunks if _holds_tied_embedding(c)]
+    _gather_gradients(actor)
     grads = [{n: p.main_grad.to(torch.bfloat16) for n, p in c.named_parameters()} for c in actor.chunks]
-    if parallel.tp * parallel.pp == ranks.world:
-        # The distributed optimizer leaves each data-parallel rank only its own shard of the reduced gradient.
-        export(actor, grads, Path(out) / "grads", Path(hf_dir))
-    export(actor, [{n: p.detach() for n, p in c.named_parameters()} for c in actor.chunks], Path(out) / "weights", Path(hf_dir))
-    parallel_state.destroy()
+    export(actor, grads, Path(case.out) / "grads", Path(case.hf_dir))
+    export(actor, [{n: p.detach() for n, p in c.named_parameters()} for c in actor.chunks], Path(case.out) / "weights", Path(case.hf_dir))
+    mpu.destroy_model_parallel()
     return result
+
+
+def _holds_tied_embedding(chunk: PolicyModel) -> bool:
+    return chunk.share_embeddings_and_output_weights and (chunk.pre_process or chunk.post_process)
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _gather_gradients(actor: Actor) -> None:
+    """Complete `main_grad` on every data-parallel rank: the distributed optimizer leaves each its own shard of the reduced gradient."""
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    for wrapped in actor._wrapped:
+        for buffer in wrapped.buffers:
+            for bucket in buffer.buckets:
+                shards = bucket.grad_data.chunk(group.size())
+                dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
 
 
 def _logprobs_by_sample(actor: Actor, batches: list[Any], samples: list[Sample]) -> dict[int, list[float]]:
@@ -118,7 +162,9 @@ def _rollout(actor: Actor, arch: ModelArchitecture, micro_batch_toks: int) -> tu
     """Draw completions, then ask the training forward for the same tokens; returns them and the largest difference."""
     requests = [Request(prompt=p, sample_index=j) for p in prompts(arch.vocab_size) for j in range(GROUP)]
     engine = LocalEngine(actor, max_batch_seqs=5)
-    params = SamplingParams(max_new_toks=12, temperature=actor.recipe.rollout.temperature, stop_token_ids=(2, 5))
+    # One id in sixteen ends a completion, so that both reasons occur.
+    stop_ids = tuple(range(2, arch.vocab_size, 16))
+    params = SamplingParams(max_new_toks=12, temperature=actor.recipe.rollout.temperature, stop_token_ids=stop_ids)
     completions = engine.generate(requests, params, seed=3)
     samples = [
         Sample(prompt=r.prompt, completion=c, reward=0.0, advantage=1.0, loss_mask=(1,) * len(c.token_ids))

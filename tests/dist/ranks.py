@@ -2,22 +2,18 @@
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 _ROOT = Path(__file__).resolve().parents[2]
-_TIMEOUT_S = 600
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+_TIMEOUT_S = 900
 
 
 def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
@@ -28,36 +24,53 @@ def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any) -> l
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call.pkl"
         call.write_bytes(pickle.dumps((function.__module__, function.__qualname__, args)))
+        # The rendezvous lives here, on a port that the system chose: no two tests can take the same one.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
             "WORLD_SIZE": str(num_processes),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
-        logs = [open(Path(folder) / f"log{rank}", "w+b") for rank in range(num_processes)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "tests.dist.ranks", str(call), str(Path(folder) / f"out{rank}.pkl")],
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-                cwd=_ROOT,
-            )
-            for rank in range(num_processes)
-        ]
+        logs = [Path(folder) / f"log{rank}" for rank in range(num_processes)]
+        processes = [_start(rank, call, Path(folder) / f"out{rank}.pkl", env, log) for rank, log in enumerate(logs)]
         try:
-            codes = [p.wait(timeout=_TIMEOUT_S) for p in processes]
+            _wait(processes, logs)
         finally:
             for p in processes:
                 p.kill()
-        for rank, code in enumerate(codes):
-            logs[rank].seek(0)
-            output = logs[rank].read().decode(errors="replace")[-6000:]
-            logs[rank].close()
-            assert code == 0, f"rank {rank} of {num_processes} left with code {code}:\n{output}"
+                p.wait()
         return [pickle.loads((Path(folder) / f"out{rank}.pkl").read_bytes()) for rank in range(num_processes)]
+
+
+def _start(rank: int, call: Path, out: Path, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.dist.ranks", str(call), str(out)],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=_ROOT,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+    """Wait for all; the first that fails ends the wait, since the others may wait for it in a collective for ever."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while any(p.poll() is None for p in processes):
+        failed = [rank for rank, p in enumerate(processes) if p.poll()]
+        if failed or time.monotonic() > deadline:
+            time.sleep(2.0)  # the last words of the others
+            break
+        time.sleep(0.1)
+    codes = [p.poll() for p in processes]
+    if any(code != 0 for code in codes):
+        output = "\n".join(f"--- rank {rank}\n{log.read_text(errors='replace')[-6000:]}" for rank, log in enumerate(logs))
+        raise AssertionError(f"ranks left with codes {codes} (None: still running):\n{output}")
 
 
 def _main(call: str, out: str) -> None:
