@@ -124,10 +124,13 @@ def gradient_errors(p: Problem) -> dict[str, float]:
 
 
 def saved_bytes(p: Problem, forward: Callable[[torch.Tensor], torch.Tensor]) -> int:
-    """Bytes that a forward leaves allocated for its backward, its output left out."""
+    """Bytes that a forward keeps alive for its backward: what it allocated beside its output, and X itself where the graph holds it."""
     before = torch.cuda.memory_allocated()
     y = forward(p.x)
-    return torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    allocated = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    # torch's own linear has no `saved_tensors`; it keeps X.
+    saved = getattr(y.grad_fn, "saved_tensors", (p.x,))
+    return allocated + any(t.data_ptr() == p.x.data_ptr() for t in saved) * p.x.numel() * p.x.element_size()
 
 
 def time_linear(p: Problem, base: dict[str, object], repeats: int, fast: bool) -> list[dict[str, object]]:

@@ -3,6 +3,9 @@
 Enters: the arguments of a `Source`, output pointers and strides. Leaves: codes and scales in memory, every byte written.
 Left out: shapes, allocation and launch (triton_quantize.py), arithmetic (triton_cast.py), reading (triton_source.py).
 
+The number of rows is never a compile-time constant: with rows = 1 the assembler (ptxas of Triton 3.6) folded the empty rows of a tile and
+lost the upper halves of words, so that codes behind a NaN came out as zeros. Tests hold one-row inputs for this.
+
 Legend: r rows and p column pairs of a program, as int64 vectors.
 """
 
@@ -10,10 +13,10 @@ import triton
 import triton.language as tl
 
 from jetrl_megatron.fp8.triton_cast import column_amax_bits, group_scale, inverse, row_amax_bits, to_byte_pairs, to_bytes, to_words
-from jetrl_megatron.fp8.triton_source import load_pairs, split_even, split_odd
+from jetrl_megatron.fp8.triton_source import load_pairs, split_pair
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def row_kernel(
     x_ptr,
     aux_ptr,
@@ -39,7 +42,7 @@ def row_kernel(
     _store_rows(a, b, codes_ptr, scale_ptr, r, p, rows, cols, EVEN, F)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def tile_kernel(
     x_ptr,
     aux_ptr,
@@ -92,13 +95,15 @@ def tile_kernel(
             _store_codes(a3, b3, even_high, even_low, row_codes_ptr, r + 3, p, rows, cols, EVEN, F)
             tl.store(row_scale_ptr + block_r * row_scale_stride_r + block_c * row_scale_stride_c, block_scale)
         if T != 0:
+            x0, y0 = split_pair(a0, b0, False, F)
+            x1, y1 = split_pair(a1, b1, False, F)
+            x2, y2 = split_pair(a2, b2, False, F)
+            x3, y3 = split_pair(a3, b3, False, F)
             pitch = tl.num_programs(0).to(tl.int64) * 32
             t_ptrs = t_codes_ptr + 2 * p[:, None] * pitch + (block_r * 32 + tl.arange(0, 32))[None, :]
             even_mask, odd_mask = None if EVEN else (2 * p < cols)[:, None], None if EVEN else (2 * p + 1 < cols)[:, None]
-            even_words = _words(split_even(a0, F), split_even(a1, F), split_even(a2, F), split_even(a3, F), even_high, even_low, F)
-            tl.store(t_ptrs, tl.trans(even_words), mask=even_mask)
-            odd_words = _words(split_odd(b0, F), split_odd(b1, F), split_odd(b2, F), split_odd(b3, F), odd_high, odd_low, F)
-            tl.store(t_ptrs + pitch, tl.trans(odd_words), mask=odd_mask)
+            tl.store(t_ptrs, tl.trans(_words(x0, x1, x2, x3, even_high, even_low, F)), mask=even_mask)
+            tl.store(t_ptrs + pitch, tl.trans(_words(y0, y1, y2, y3, odd_high, odd_low, F)), mask=odd_mask)
         if T == 1:
             t_scale_ptrs = t_scale_ptr + block_r * t_scale_stride_c + 2 * p * t_scale_stride_r
             tl.store(t_scale_ptrs, even_scale, mask=None if EVEN else 2 * p < cols)
@@ -107,13 +112,6 @@ def tile_kernel(
             tl.store(t_scale_ptr + block_c * t_scale_stride_r + block_r * t_scale_stride_c, block_scale)
     if ROW == 1:
         row_scale_ptr += block_c * row_scale_stride_c
-    if ROW == 1 and KIND < 2:
-        # Read again, from the first-level cache: the words need not stay in registers, and more programs fit on a multiprocessor.
-        for j in tl.range(0, 4, num_stages=1):
-            s = block_r * 128 + 32 * j + tl.arange(0, 32)
-            a, b = load_pairs(x_ptr, aux_ptr, weight_ptr, s, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
-            _store_rows(a, b, row_codes_ptr, row_scale_ptr, s, p, rows, cols, EVEN, F)
-    elif ROW == 1:
         _store_rows(a0, b0, row_codes_ptr, row_scale_ptr, r, p, rows, cols, EVEN, F)
         _store_rows(a1, b1, row_codes_ptr, row_scale_ptr, r + 1, p, rows, cols, EVEN, F)
         _store_rows(a2, b2, row_codes_ptr, row_scale_ptr, r + 2, p, rows, cols, EVEN, F)
@@ -138,7 +136,7 @@ def _store_rows(a, b, codes_ptr, scale_ptr, r, p, rows, cols, EVEN: tl.constexpr
 @triton.jit
 def _store_codes(a, b, high, low, codes_ptr, r, p, rows, cols, EVEN: tl.constexpr, F: tl.constexpr):
     """Quantise a pair with given inverse scales, [rows, 1] or [1, columns], into a row-major byte matrix."""
-    x, y = split_even(a, F), split_odd(b, F)
+    x, y = split_pair(a, b, True, F)
     high, low = tl.broadcast_to(high, x.shape), tl.broadcast_to(low, x.shape)
     if F.plain:
         offset = r[:, None] * cols + 2 * p[None, :]

@@ -124,15 +124,21 @@ def join_pair(a, b, F: tl.constexpr):
 
 
 @triton.jit
-def split_even(a, F: tl.constexpr):
-    """The FP32 values of the even columns, from the first of a pair."""
-    return a if F.plain else (a << 16).to(tl.float32, bitcast=True)
+def split_pair(a, b, AGAIN: tl.constexpr, F: tl.constexpr):
+    """The FP32 values of both columns of a pair.
 
-
-@triton.jit
-def split_odd(b, F: tl.constexpr):
-    """The FP32 values of the odd columns, from the second of a pair."""
-    return b if F.plain else (b & -65536).to(tl.float32, bitcast=True)
+    AGAIN: by other instructions, which the assembler does not recognise as the same values: it then keeps the words in registers and not
+    the values, and more programs fit on a multiprocessor.
+    """
+    if F.plain:
+        first, second = a, b
+    elif AGAIN:
+        shift: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        first, second = tl.inline_asm_elementwise(shift, "=r,=r,r", [a], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
+    else:
+        permute: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
+        first, second = tl.inline_asm_elementwise(permute, "=r,=r,r", [a], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
+    return first, second
 
 
 @triton.jit

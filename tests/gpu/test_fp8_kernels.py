@@ -32,7 +32,7 @@ def calc_diff(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
-@pytest.mark.parametrize("shape", [(4096, 4096), (1000, 1408), (1, 4096), (5, 200)])
+@pytest.mark.parametrize("shape", [(1000, 1408), (1, 1024), (5, 200), (256, 512)])
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))
 def test_bytes_equal_the_reference_on_a_cpu(kernels, shape, scale, scale_format):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale).bfloat16()
@@ -45,6 +45,12 @@ def test_bytes_equal_the_reference_on_a_cpu(kernels, shape, scale, scale_format)
     for got, want in zip((row_wise, transposed, weight, weight_t), (*expected, *expected_weight), strict=True):
         assert BlockScaled(got.data.cpu(), got.scale.cpu(), got.block).same_bytes(want)
     assert kernels.quantize(x.cuda(), (1, 128), **f).same_bytes(row_wise)
+
+
+def test_bytes_equal_the_reference_on_the_gpu_at_size(kernels):
+    x = randn(8192, 4096)
+    for got, want in zip(kernels.quantize_dual(x, **E4M3), reference.quantize_dual(x), strict=True):
+        assert got.same_bytes(want)
 
 
 def test_every_bf16_value_against_many_amaxes(kernels):
@@ -81,7 +87,7 @@ def test_rows_are_bit_equal_at_any_m(kernels, nk):
     x, w = randn(8192, nk[1]), randn(*nk, seed=1)
     qw, _ = kernels.quantize_weight(w, scale_format=ScaleFormat.fp32, with_transpose=False)
     whole = kernels.fprop(kernels.quantize(x, (1, 128), **E4M3), qw)
-    for m in (1, 2, 3, 4, 5, 7, 16, 17, 33, 64, 65, 100, 127, 128, 129, 255, 257, 500, 512, 1000, 1024, 2000, 2048, 4095, 4096, 6000, 8191):
+    for m in (1, 2, 3, 5, 16, 17, 33, 64, 65, 127, 129, 257, 512, 1000, 2048, 4096, 6000, 8191):
         assert torch.equal(kernels.fprop(kernels.quantize(x[:m], (1, 128), **E4M3), qw), whole[:m]), m
     for start, stop in ((0, 1024), (1024, nk[0])):
         assert torch.equal(kernels.fprop(kernels.quantize(x, (1, 128), **E4M3), qw.rows(start, stop)), whole[:, start:stop])
