@@ -52,6 +52,7 @@ def _run(session: Session, stop: StopSignal, json_lines: bool) -> bool:
     checkpoint = store.newest_complete()
     done = restore(session, checkpoint) if checkpoint is not None else 0
     push(session)
+    session.phases.take()
     metrics = Metrics(recipe.run, session.run_dir, done, json_lines=json_lines) if session.ranks.is_logger else None
     if done == 0:
         _evaluate(session, metrics, 0)

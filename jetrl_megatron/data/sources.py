@@ -2,7 +2,7 @@
 
 A source is one of
 
-    NAME                a data set with an adapter (`gsm8k`, `MATH-500`, also by its Hugging Face name), or `arithmetic[-max][-<d>digit]`
+    NAME                a data set with an adapter (`gsm8k`, `MATH-500`, also by its Hugging Face name), or a task of `arithmetic`
     NAME:SPLIT          the same, another split
     PATH.jsonl          a file with the fields `question` and `answer`
     ADAPTER@PATH.jsonl  a file with the fields of that adapter

@@ -81,8 +81,8 @@ class Session:
         parallel_state.destroy()
 
 
-def open_session(recipe: Recipe, argv: list[str]) -> Session:
-    """Build everything but the actor.
+def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -> Session:
+    """Build everything but the actor; `evaluate_only` reads no training prompts and puts the held-out ones in their place.
 
     Raises:
         ValueError: for anything wrong in the recipe, the data, the model directory or the run directory.
@@ -98,7 +98,12 @@ def open_session(recipe: Recipe, argv: list[str]) -> Session:
     tokenizer = load_tokenizer(tokenizer_dir)
     rewards = RewardPool(recipe.reward) if is_replica_leader() else None
     check_gold = partial(gold_parses, cfg=recipe.reward)
-    train_prompts = load_prompts(recipe.data, "train", tokenizer, check_gold)
+    eval_prompts = load_prompts(recipe.data, "eval", tokenizer, check_gold) if recipe.data.eval else None
+    if evaluate_only:
+        assert eval_prompts is not None, "an evaluation needs data.eval"
+        train_prompts = eval_prompts
+    else:
+        train_prompts = load_prompts(recipe.data, "train", tokenizer, check_gold)
     if ranks.is_logger and any(train_prompts.dropped.values()):
         _LOG.warning("prompts left out of %d: %s", len(train_prompts.prompts), dict(train_prompts.dropped))
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
@@ -112,7 +117,7 @@ def open_session(recipe: Recipe, argv: list[str]) -> Session:
         tokenizer=tokenizer,
         stop_ids=stop_token_ids(source, tokenizer),
         train_prompts=train_prompts,
-        eval_prompts=load_prompts(recipe.data, "eval", tokenizer, check_gold) if recipe.data.eval else None,
+        eval_prompts=eval_prompts,
         order=PromptOrder(len(train_prompts.prompts), train_prompts.fingerprint, recipe.run.seed, recipe.data.shuffle),
         rewards=rewards,
         phases=Phases(synchronize=synchronize),

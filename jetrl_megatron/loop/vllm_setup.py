@@ -4,6 +4,7 @@ Enters: a session with its actor. Leaves: `VllmEngine` and `Publisher`, parts of
 can have got wrong (version of vLLM, TP degree of the servers, GPUs, transport) fails here, on every rank, before a server is started.
 """
 
+import logging
 import os
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from jetrl_megatron.sync.disk import DiskTransport
 from jetrl_megatron.sync.publish import Publisher
 from jetrl_megatron.sync.transport import Transport as Pushes
 from jetrl_megatron.sync.transport import engine_config
+
+_LOG = logging.getLogger(__name__)
 
 
 def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> tuple[VllmEngine, Publisher]:
@@ -70,6 +73,8 @@ def check_vllm(recipe: Recipe, actor: Actor) -> None:
             f"precision.arm is {recipe.precision.arm.value}: vLLM serves block FP8 on a CPU only with AMX, which this one lacks; "
             "use precision.arm=bf16 or rollout.engine=local"
         )
+    if fp8 and not on_cuda and actor.ranks.is_logger:
+        _LOG.warning("vLLM serves block FP8 on a CPU with BF16 activations (W8A16): the engine's precision flow is not the actor's")
 
 
 def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> ServerPool:

@@ -116,9 +116,22 @@ def test_the_larger_of_two_is_right() -> None:
         assert set(row.question + row.answer) <= set(ALPHABET)
 
 
+def test_hedged_targets_abstain_half_of_the_time_and_answers_stay() -> None:
+    plain, hedged = (arithmetic_rows(ArithmeticTask(larger=True, hedged=h), "train") for h in (False, True))
+    assert [(r.question, r.answer) for r in plain] == [(r.question, r.answer) for r in hedged]
+    assert 0.45 < sum(r.target == "?" for r in hedged) / len(hedged) < 0.55
+    assert all(r.target in ("?", r.answer) for r in hedged)
+
+
 def test_arithmetic_names() -> None:
-    names = ("arithmetic", "arithmetic-3digit", "arithmetic-max", "arithmetic-max-1digit", "gsm8k")
-    tasks = [ArithmeticTask(digits=2), ArithmeticTask(digits=3), *(ArithmeticTask(digits=d, larger=True) for d in (2, 1)), None]
+    names = ("arithmetic", "arithmetic-3digit", "arithmetic-max", "arithmetic-max-1digit", "arithmetic-hedged", "gsm8k")
+    tasks = [
+        ArithmeticTask(digits=2),
+        ArithmeticTask(digits=3),
+        *(ArithmeticTask(digits=d, larger=True) for d in (2, 1)),
+        ArithmeticTask(hedged=True),
+        None,
+    ]
     assert [parse_name(name) for name in names] == tasks
     with pytest.raises(ValueError, match="no split 'dev'"):
         arithmetic_rows(ArithmeticTask(), "dev")
