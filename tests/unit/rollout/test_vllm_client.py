@@ -1,6 +1,7 @@
 """What the client asks for and what it accepts; what the door lets through; what a server's command line and environment hold."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_the_key_is_in_the_environment_and_nowhere_else():
 
 def test_a_server_binds_to_loopback_behind_the_door_with_the_log_probs_of_its_own_distribution():
     words = server_command(SPEC, Path("model"), 1234, with_weights=False)
-    pairs = dict(zip(words, words[1:], strict=False))
+    pairs = dict(pairwise(words))
     assert pairs["--host"] == "127.0.0.1" and pairs["--middleware"] == "jetrl_megatron.rollout.vllm_auth.RequireKey"
     assert pairs["--logprobs-mode"] == "processed_logprobs" and pairs["--generation-config"] == "vllm"
     assert pairs["--load-format"] == "dummy" and pairs["--tensor-parallel-size"] == "2"
