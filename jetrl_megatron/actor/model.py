@@ -17,6 +17,7 @@ from torch import Tensor
 from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, padded_vocab_size, stage_layers
 from jetrl_megatron.actor.activation import silu
+from jetrl_megatron.actor.packed import PackedContext
 from jetrl_megatron.actor.parallel_state import Ranks
 from jetrl_megatron.actor.rope import RopeTable, inverse_frequencies
 from jetrl_megatron.actor.spec import block_spec
@@ -36,6 +37,16 @@ class FlowTransformerConfig(TransformerConfig):
 
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns the hidden states behind the final norm instead of logits."""
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedContext, **kwargs: Any) -> Any:
+        """Embed, with zero rows at padding: every linear then sees zeros there, which add nothing to the amax of a wgrad group."""
+        hidden, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if hidden is not None:
+            rows = hidden.shape[0]
+            first = rows * self.tp_group.rank() if self.config.sequence_parallel else 0
+            real = min(max(packed_seq_params.num_real_toks - first, 0), rows)
+            hidden = torch.cat((hidden[:real], hidden.new_zeros(rows - real, *hidden.shape[1:]))) if real < rows else hidden
+        return hidden, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return [T/TP, 1, H] (sequence parallel) or [T, 1, H] on every stage."""

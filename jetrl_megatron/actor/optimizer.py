@@ -100,6 +100,7 @@ class ActorOptimizer:
             )
         for part, saved in zip(parts, state["shards"], strict=True):
             _load_shard_state(part, saved)
+        self._schedule.num_steps = 0  # Megatron adds the saved position to where the curve stands, and a warm-up stands at 1 already
         self._schedule.load_state_dict(state["schedule"])
 
     def _parts(self) -> list[Any]:

@@ -67,6 +67,11 @@ class PackedContext(PackedSeqParams):
     lengths_S: Tensor | None = field(default=None)
     """[S] int64, tokens in each slot after this step (decode only)."""
 
+    @property
+    def num_real_toks(self) -> int:
+        """Positions before the padding."""
+        return self.segments[-1][1] if self.segments else 0
+
 
 def packed_context(lengths: list[int], total: int, device: torch.device) -> tuple[PackedContext, Tensor]:
     """Lay sequences of `lengths` end to end in `total` positions; returns the context and positions_T [total] int64.
