@@ -1,8 +1,8 @@
 """Log-probs of the actor's training forward against the Hugging Face model of the same directory, in BF16.
 
 Bound: both round to BF16 after every operator but accumulate in another precision (float32 there, float64 here), and the residual stream
-of four random layers amplifies it. Measured on these models: mean |d| 0.008 to 0.011 nats against an FP32 copy of the HF model, while the HF BF16
-model itself is 0.007 to 0.011 away from that copy. So the actor must be within 1.5 times the distance that HF's own BF16 has.
+of four random layers amplifies it. Measured on these models: mean |d| 0.008 to 0.011 nats against an FP32 copy of the HF model, while the
+HF BF16 model itself is 0.007 to 0.011 away from that copy. So the actor must be within 1.5 times the distance that HF's own BF16 has.
 """
 
 from pathlib import Path
