@@ -1,0 +1,57 @@
+"""Rope: frequencies of the three supported scalings equal those of transformers, others are refused by name; rotation by value."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.actor.rope import RopeTable, inverse_frequencies
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 4.0}], ids=lambda s: s["rope_type"])
+def test_scaled_frequencies_are_those_of_transformers(scaling):
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, head_dim=128, rope_parameters={**scaling, "rope_theta": 500000.0})
+    want, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+    got = inverse_frequencies(128, 500000.0, scaling)
+    assert factor == 1.0 and torch.equal(got, want)
+    plain = inverse_frequencies(128, 500000.0, None)
+    assert not torch.equal(got, plain) and torch.equal(plain, inverse_frequencies(128, 500000.0, {"rope_type": "default"}))
+    assert plain[0] == 1.0 and plain[1] == pytest.approx(500000.0 ** (-2 / 128), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
+def test_other_scalings_are_refused_by_name(kind):
+    scaling = {"rope_type": kind, "factor": 4.0}
+    message = rf"rope scaling '{kind}' is not supported; supported: default, linear, llama3\. Remove rope_scaling from config.json"
+    with pytest.raises(ValueError, match=message):
+        inverse_frequencies(128, 10000.0, scaling)
+    with pytest.raises(ValueError, match=message):
+        inverse_frequencies(128, 10000.0, {"type": kind, "factor": 4.0})
+    config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256}
+    with pytest.raises(ValueError, match=kind):
+        ModelArchitecture.from_hf_config({**config, "vocab_size": 8, "rope_scaling": scaling})
+
+
+def test_rotation_turns_each_pair_by_position_times_frequency():
+    inv = inverse_frequencies(8, 100.0, None)
+    table = RopeTable(inv, torch.device("cpu"), torch.bfloat16)
+    positions = torch.tensor([0, 3, 300])
+    x = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = table.rotate(x, positions, 301)
+    assert torch.equal(got[0], x[0])
+    angle = (positions[:, None].float() * inv).double()
+    first, second = x.double().chunk(2, -1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    want = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    assert (got.double() - want).abs().max() < 4 * 2**-8
+
+
+def test_a_table_that_grew_gives_the_same_rotation():
+    inv = inverse_frequencies(8, 100.0, None)
+    small, grown = (RopeTable(inv, torch.device("cpu"), torch.bfloat16) for _ in range(2))
+    x, positions = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor([0, 1, 7, 100, 255])
+    grown.rotate(x, positions, 5000)
+    assert torch.equal(small.rotate(x, positions, 256), grown.rotate(x, positions, 256))
