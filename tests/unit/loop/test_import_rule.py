@@ -29,16 +29,6 @@ MAY_IMPORT_FROM_OUTSIDE = {
 UPPER = {"train", "evaluate", "cli", "loop"}
 GRPO = ("grpo.batch", "grpo.loss", "grpo.advantages", "grpo.mismatch")
 STAGES = ("fp8", *GRPO, "conversion.actor_io", "actor.actor", "rollout.local", "train")
-    "fp8",
-    "grpo.batch",
-    "grpo.loss",
-    "grpo.advantages",
-    "grpo.mismatch",
-    "conversion.actor_io",
-    "actor.actor",
-    "rollout.local",
-    "train",
-)
 
 
 def imports_of(package):
