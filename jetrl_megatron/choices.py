@@ -44,6 +44,17 @@ class GradFormat(Enum):
     e5m2 = "e5m2"
 
 
+class WgradGranularity(Enum):
+    """How X^T is scaled for wgrad.
+
+    `groups`: 1x128 along T, FP32 sums added into main_grad by the GEMM (DeepGEMM 1D1D). `blocks`: 128x128, a BF16 product added
+    afterwards (1D2D).
+    """
+
+    groups = "groups"
+    blocks = "blocks"
+
+
 class ScaleFormat(Enum):
     """FP32 scales, or FP32 scales rounded up to powers of two before dividing."""
 
@@ -125,10 +136,9 @@ class PromptFormat(Enum):
 
 
 class Recompute(Enum):
-    """Activation recompute: none, core attention only, or whole layers."""
+    """Activation recompute: none, or whole layers. The core attention always computes its probabilities again."""
 
     none = "none"
-    selective = "selective"
     full = "full"
 
 

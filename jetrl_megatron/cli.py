@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from jetrl_megatron.config import Recipe
+from jetrl_megatron.expected_warnings import ignore_expected_warnings
 from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.metrics import check_sinks
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     die_with_launcher()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    ignore_expected_warnings()
     args = parse(words)
     try:
         return int(args.call(args, words))

@@ -25,6 +25,7 @@ from jetrl_megatron.choices import (
     SavedActivation,
     ScaleFormat,
     Transport,
+    WgradGranularity,
     above,
     at_least,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Transport",
     "VllmConfig",
     "WarmStartConfig",
+    "WgradGranularity",
 ]
 
 
@@ -137,6 +139,7 @@ class PrecisionConfig:
     saved_activation: SavedActivation = SavedActivation.fp8_dual
     dgrad: LinearPrecision = LinearPrecision.fp8
     wgrad: LinearPrecision = LinearPrecision.fp8
+    wgrad_granularity: WgradGranularity = WgradGranularity.groups
     grad_format: GradFormat = GradFormat.e4m3
     scale_format: ScaleFormat = ScaleFormat.fp32
     rollout_scale_format: ScaleFormat | None = None

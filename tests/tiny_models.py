@@ -30,7 +30,7 @@ _LLAMA3_ROPE = {
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """Return the HF config of a tiny model: llama (llama3 rope, tied, head_dim 64), qwen2 (qkv bias, untied), qwen3 (qk-norm, head_dim 128)."""
+    """Return a tiny model's HF config: llama (llama3 rope, tied, head_dim 64), qwen2 (qkv bias, untied), qwen3 (qk-norm, head_dim 128)."""
     if family == "llama":
         return LlamaConfig(**{**_SHARED, "head_dim": 64, "rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True, **changes})
     if family == "qwen2":

@@ -12,7 +12,7 @@ What is answered:
 - the CUDA random-number tracker forks nothing: dropout is 0 everywhere in this project.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 class _CudaOnCpu(TorchFunctionMode):
     """Redirects the tensor calls that name CUDA to the CPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

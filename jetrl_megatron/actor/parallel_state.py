@@ -48,7 +48,6 @@ def initialize(parallel: ParallelConfig, device: torch.device, timeout_min: floa
         )
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        kwargs = {"device_id": device} if device.type == "cuda" else {}
         store = None if world > 1 else dist.HashStore()
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -58,7 +57,7 @@ def initialize(parallel: ParallelConfig, device: torch.device, timeout_min: floa
             world_size=world,
             store=store,
             timeout=timedelta(minutes=timeout_min),
-            **kwargs,
+            device_id=device if device.type == "cuda" else None,
         )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,

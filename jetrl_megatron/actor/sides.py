@@ -70,12 +70,12 @@ class FlowSides:
         bf16 = SideFlow(precision=GemmPrecision.from_config(PrecisionConfig(arm=Arm.bf16), "train"), cache=None, backend=backend)
         device = chunks[0].config.flow_device
         order = qkv_row_order(arch, layout.tp, device)
-        for name, hf_name, linear in self._named_linears(arch, layout, pp_rank):
+        for name, hf_name, linear, weight in self._named_linears(arch, layout, pp_rank):
             linear.flow_name = name
             linear.row_order = order if name.endswith("linear_qkv") else None
             linear.flow_sides = {side: flow if hf_name in fp8 else bf16 for side, flow in flows.items()}
             for cache in {id(f.cache): f.cache for f in linear.flow_sides.values() if f.cache is not None}.values():
-                cache.register(name, linear.weight, row_order=linear.row_order)
+                cache.register(name, weight, row_order=linear.row_order)
 
     def _flow(self, side: Side, precision: PrecisionConfig, backend: Backend) -> SideFlow:
         gemm = GemmPrecision.from_config(precision, side)
@@ -86,15 +86,17 @@ class FlowSides:
             self._caches[key] = WeightCache(gemm.scale_format, backend=backend)
         return SideFlow(precision=gemm, cache=self._caches[key], backend=backend)
 
-    def _named_linears(self, arch: ModelArchitecture, layout: ParallelLayout, pp_rank: int) -> Iterator[tuple[str, str, FlowLinear]]:
-        """Yield (global Megatron name, representative HF module name, linear) of every linear here, in the order of the forward pass."""
+    def _named_linears(
+        self, arch: ModelArchitecture, layout: ParallelLayout, pp_rank: int
+    ) -> Iterator[tuple[str, str, FlowLinear, torch.nn.Parameter]]:
+        """Yield (global Megatron name, representative HF module name, linear, weight) of every linear, in the order of the forward pass."""
         layers = stage_layers(arch, layout)
         for stage, chunk in enumerate(self._chunks):
             for number, layer in zip(layers[pp_rank, stage], chunk.decoder.layers, strict=True):
                 for name, hf in _HF_OF.items():
-                    linear = layer.get_submodule(name)
+                    linear: torch.nn.Module = layer.get_submodule(name)
                     assert isinstance(linear, FlowLinear), (name, type(linear))
-                    yield f"decoder.layers.{number}.{name}", f"model.layers.{number}.{hf}", linear
+                    yield f"decoder.layers.{number}.{name}", f"model.layers.{number}.{hf}", linear, linear.get_parameter("weight")
 
     @property
     def caches(self) -> dict[str, WeightCache]:

@@ -8,20 +8,22 @@ quantises X, dY *and* W (with its transpose) in every iteration, although traini
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from jetrl_megatron.bench.rivals import torchao_linear, transformer_engine_linear
+from jetrl_megatron.bench.rivals import Linear, torchao_linear, transformer_engine_linear
 from jetrl_megatron.bench.shapes import MODELS
 from jetrl_megatron.bench.timing import Timing, calc_diff, machine, measure, print_table, require_cuda, write_json
-from jetrl_megatron.config import Backend, ScaleFormat
+from jetrl_megatron.config import Backend, ScaleFormat, WgradGranularity
 from jetrl_megatron.fp8 import GemmPrecision, QuantizedWeight, bf16_linear, fp8_linear
 from jetrl_megatron.fp8.backend import kernels_of
-from jetrl_megatron.fp8.precision import WgradGranularity
+from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.quantize import WEIGHT_BLOCK
 
 GEMMS = ("fprop", "dgrad", "wgrad groups", "wgrad blocks")
+E4M3 = torch.float8_e4m3fn
 LIMIT = 1e-5
 """Largest calc_diff of a GEMM from the float reference on its own dequantised operands."""
 
@@ -40,7 +42,16 @@ class Problem:
         x, weight, dy = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((toks, k), (n, k), (toks, n)))
         return cls(x.requires_grad_(), torch.nn.Parameter(weight * k**-0.5), dy)
 
-    def step(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def add_main_grad(self) -> torch.Tensor:
+        """Give the weight the FP32 buffer that Megatron gives it, zeroed; returns it."""
+        self.weight.main_grad = torch.zeros(self.weight.shape, dtype=torch.float32, device="cuda")  # type: ignore[attr-defined]
+        return self.weight.main_grad  # type: ignore[attr-defined, no-any-return]
+
+    def drop_main_grad(self) -> None:
+        """Take the buffer away again."""
+        del self.weight.main_grad  # type: ignore[attr-defined]
+
+    def step(self, forward: Linear) -> None:
         """One forward and backward; gradients of the last iteration are dropped first."""
         self.x.grad = self.weight.grad = None
         forward(self.x).backward(self.dy)
@@ -52,23 +63,26 @@ def quantized(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(*pair)
 
 
-def variants(p: Problem) -> Iterator[tuple[str, bool, Callable[[torch.Tensor], torch.Tensor]]]:
+def both(weight: QuantizedWeight) -> tuple[BlockScaled, BlockScaled]:
+    """The bytes and their transpose."""
+    assert weight.w_t is not None
+    return weight.w, weight.w_t
+
+
+def ours(p: Problem, granularity: WgradGranularity, cached: QuantizedWeight | None = None) -> Linear:
+    """This project's linear over the problem's weight; without `cached` it quantises the weight in every forward."""
+    precision = GemmPrecision(wgrad_granularity=granularity)
+    return lambda x: fp8_linear(x, p.weight, cached or quantized(p.weight), precision, Backend.deepgemm)
+
+
+def variants(p: Problem) -> Iterator[tuple[str, bool, Linear]]:
     """(name, whether main_grad is set, forward) of everything that is timed."""
     cached = quantized(p.weight)
-    precisions = {g.value: GemmPrecision(wgrad_granularity=g) for g in WgradGranularity}
     for frame, main_grad in (("grad", False), ("main_grad", True)):
         yield f"bf16 {frame}", main_grad, (lambda x: bf16_linear(x, p.weight))
-        for name, precision in precisions.items():
-            yield (
-                f"ours {name} {frame}",
-                main_grad,
-                lambda x, precision=precision: fp8_linear(x, p.weight, quantized(p.weight), precision, Backend.deepgemm),
-            )
-            yield (
-                f"ours {name} {frame} cached",
-                main_grad,
-                lambda x, precision=precision: fp8_linear(x, p.weight, cached, precision, Backend.deepgemm),
-            )
+        for granularity in WgradGranularity:
+            yield f"ours {granularity.value} {frame}", main_grad, ours(p, granularity)
+            yield f"ours {granularity.value} {frame} cached", main_grad, ours(p, granularity, cached)
     yield "torch bf16 grad", False, (lambda x: torch.nn.functional.linear(x, p.weight))
     for name, make in (("torchao grad", torchao_linear), ("te grad", transformer_engine_linear)):
         forward = make(p.weight)
@@ -79,15 +93,14 @@ def variants(p: Problem) -> Iterator[tuple[str, bool, Callable[[torch.Tensor], t
 def gemms_alone(p: Problem, granularity: WgradGranularity) -> Timing:
     """DeepGEMM's three GEMMs on operands that are quantised beforehand: the bound of every FP8 variant."""
     kernels, precision = kernels_of(Backend.deepgemm), GemmPrecision(wgrad_granularity=granularity)
-    formats = {"dtype": torch.float8_e4m3fn, "scale_format": ScaleFormat.fp32}
-    x, x_t = kernels.quantize_dual(p.x, t_block=precision.x_t_block, **formats)
-    dy, dy_t = kernels.quantize_dual(p.dy, **formats)
-    w = quantized(p.weight)
+    x, x_t = kernels.quantize_dual(p.x, dtype=E4M3, scale_format=ScaleFormat.fp32, t_block=precision.x_t_block)
+    dy, dy_t = kernels.quantize_dual(p.dy, dtype=E4M3, scale_format=ScaleFormat.fp32)
+    w, w_t = both(quantized(p.weight))
     out = torch.zeros(p.weight.shape, dtype=torch.float32, device="cuda")
 
     def run() -> None:
-        kernels.fprop(x, w.w)
-        kernels.dgrad(dy, w.w_t)
+        kernels.fprop(x, w)
+        kernels.dgrad(dy, w_t)
         kernels.wgrad(dy_t, x_t, out)
 
     return measure(run)
@@ -96,16 +109,17 @@ def gemms_alone(p: Problem, granularity: WgradGranularity) -> Timing:
 def checks(p: Problem, rows: int = 512) -> dict[str, float]:
     """calc_diff of the three GEMMs from the float reference on the dequantised operands: `rows` rows of each output."""
     kernels = kernels_of(Backend.deepgemm)
-    formats = {"dtype": torch.float8_e4m3fn, "scale_format": ScaleFormat.fp32}
-    (x, x_t), (dy, dy_t), w = kernels.quantize_dual(p.x, **formats), kernels.quantize_dual(p.dy, **formats), quantized(p.weight)
+    x, x_t = kernels.quantize_dual(p.x, dtype=E4M3, scale_format=ScaleFormat.fp32)
+    dy, dy_t = kernels.quantize_dual(p.dy, dtype=E4M3, scale_format=ScaleFormat.fp32)
+    w, w_t = both(quantized(p.weight))
 
     def against(got: torch.Tensor, a: torch.Tensor, b_t: torch.Tensor) -> float:
         return calc_diff(got[:rows], a[:rows].double() @ b_t.double().t())
 
-    blocks = kernels.quantize_dual(p.x, t_block=(128, 128), **formats)[1]
+    blocks = kernels.quantize_dual(p.x, dtype=E4M3, scale_format=ScaleFormat.fp32, t_block=WEIGHT_BLOCK)[1]
     return {
-        "fprop": against(kernels.fprop(x, w.w), x.dequantize(), w.w.dequantize()),
-        "dgrad": against(kernels.dgrad(dy, w.w_t), dy.dequantize(), w.w_t.dequantize()),
+        "fprop": against(kernels.fprop(x, w), x.dequantize(), w.dequantize()),
+        "dgrad": against(kernels.dgrad(dy, w_t), dy.dequantize(), w_t.dequantize()),
         "wgrad groups": against(kernels.wgrad(dy_t, x_t), dy_t.dequantize(), x_t.dequantize()),
         "wgrad blocks": against(kernels.wgrad(dy_t, blocks), dy_t.dequantize(), blocks.dequantize()),
     }
@@ -116,14 +130,14 @@ def gradient_errors(p: Problem) -> dict[str, float]:
     exact = p.dy[:, :512].double().t() @ p.x.detach().double()
     errors = {}
     for granularity in WgradGranularity:
-        p.weight.main_grad = torch.zeros(p.weight.shape, dtype=torch.float32, device="cuda")
-        p.step(lambda x, g=granularity: fp8_linear(x, p.weight, quantized(p.weight), GemmPrecision(wgrad_granularity=g), Backend.deepgemm))
-        errors[granularity.value] = float((p.weight.main_grad[:512].double() - exact).norm() / exact.norm())
-        del p.weight.main_grad
+        main_grad = p.add_main_grad()
+        p.step(ours(p, granularity))
+        errors[granularity.value] = float((main_grad[:512].double() - exact).norm() / exact.norm())
+        p.drop_main_grad()
     return errors
 
 
-def saved_bytes(p: Problem, forward: Callable[[torch.Tensor], torch.Tensor]) -> int:
+def saved_bytes(p: Problem, forward: Linear) -> int:
     """Bytes that a forward keeps alive for its backward: what it allocated beside its output, and X itself where the graph holds it."""
     before = torch.cuda.memory_allocated()
     y = forward(p.x)
@@ -140,12 +154,12 @@ def time_linear(p: Problem, base: dict[str, object], repeats: int, fast: bool) -
         records.append({**base, "kind": "check", **checks(p), "dW error": gradient_errors(p)})
     for variant, main_grad, forward in variants(p):
         if main_grad:
-            p.weight.main_grad = torch.zeros(p.weight.shape, dtype=torch.float32, device="cuda")
+            p.add_main_grad()
         timing = measure(functools.partial(p.step, forward), repeats)
         p.x.grad = p.weight.grad = None
         kept = saved_bytes(p, forward)
         if main_grad:
-            del p.weight.main_grad
+            p.drop_main_grad()
         records.append({**base, "kind": "time", "variant": variant, **vars(timing), "saved_bytes": kept})
     for granularity in WgradGranularity:
         timing = gemms_alone(p, granularity)
@@ -170,7 +184,7 @@ def summarize(model: str, records: list[dict[str, object]]) -> list[dict[str, ob
         if r["kind"] == "time":
             times.setdefault(str(r["variant"]), {})[str(r["linear"])] = float(r["median_ms"])  # type: ignore[arg-type]
     total = {variant: sum(by.values()) for variant, by in times.items()}
-    rows = []
+    rows: list[dict[str, object]] = []
     for variant, by in times.items():
         base = "bf16 main_grad" if "main_grad" in variant or "alone" in variant else "torch bf16 grad"
         rows.append({"model": model, "variant": variant, **by, "layer": total[variant], "x bf16": total[base] / total[variant]})

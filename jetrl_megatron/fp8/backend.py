@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, ScaleFormat
+from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, ScaleFormat, WgradGranularity
 from jetrl_megatron.fp8 import gemm_reference
 from jetrl_megatron.fp8.block_scaled import BlockScaled
-from jetrl_megatron.fp8.precision import GemmPrecision, WgradGranularity
+from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, quantize, quantize_dual, quantize_weight, requantize_transposed
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
@@ -46,7 +46,7 @@ class Kernels(Protocol):
     def dgrad(self, dy: BlockScaled, w_t: BlockScaled) -> torch.Tensor:
         """See `gemm_reference.dgrad`."""
 
-    def wgrad(self, dy_t: BlockScaled, x_t: BlockScaled, out: torch.Tensor | None) -> torch.Tensor:
+    def wgrad(self, dy_t: BlockScaled, x_t: BlockScaled, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `gemm_reference.wgrad`."""
 
 

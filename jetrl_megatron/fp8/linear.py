@@ -12,12 +12,15 @@ Left out: bias, tensor-parallel communication (actor/), weight quantisation (wei
 Legend: T tokens, K input features, N output features.
 """
 
+from typing import Any
+
 import torch
 
 from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation
 from jetrl_megatron.fp8.backend import Kernels, kernels_of
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.gemm_reference import matmul_bf16_reference
+from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import ROW_BLOCK
 from jetrl_megatron.fp8.weight_cache import QuantizedWeight
@@ -65,29 +68,41 @@ def bf16_linear(x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, weight, cached, precision, kernels, row_order):
-        saved = precision.saved_activation
-        formats = {"dtype": E4M3, "scale_format": precision.scale_format}
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        weight: torch.Tensor,
+        cached: QuantizedWeight,
+        precision: GemmPrecision,
+        kernels: Kernels,
+        row_order: torch.Tensor | None,
+    ) -> torch.Tensor:
+        saved, scale_format = precision.saved_activation, precision.scale_format
         keep: list[torch.Tensor] = []
         ctx.block = None
         if weight.requires_grad and saved is SavedActivation.fp8_dual:
-            x, x_t = kernels.quantize_dual(x_TK, t_block=precision.x_t_block, **formats)
+            x, x_t = kernels.quantize_dual(x_TK, dtype=E4M3, scale_format=scale_format, t_block=precision.x_t_block)
             keep, ctx.block = [x_t.data, x_t.scale], x_t.block
         else:
-            x = kernels.quantize(x_TK, ROW_BLOCK, **formats)
+            x = kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=scale_format)
             if weight.requires_grad:
                 keep = [x_TK] if saved is SavedActivation.bf16 else [x.data, x.scale]
                 ctx.block = None if saved is SavedActivation.bf16 else x.block
         ctx.precision, ctx.kernels, ctx.row_order, ctx.num_kept = precision, kernels, row_order, len(keep)
         ctx.weight_ref, ctx.num_toks = weight, x_TK.shape[0]
         if ctx.needs_input_grad[0]:
-            keep += [weight] if precision.dgrad is LinearPrecision.bf16 else [cached.w_t.data, cached.w_t.scale]
+            if precision.dgrad is LinearPrecision.bf16:
+                keep.append(weight)
+            else:
+                assert cached.w_t is not None, "fp8_linear checks it"
+                keep += [cached.w_t.data, cached.w_t.scale]
         ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
         ctx.save_for_backward(*keep)
         return _to_stored_order(kernels.fprop(x, cached.w), row_order)
 
     @staticmethod
-    def backward(ctx, dy_TN):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (dy_TN,) = grads
         kernels, precision = ctx.kernels, ctx.precision
         kept, for_dgrad = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
         fp8_dgrad = ctx.needs_input_grad[0] and precision.dgrad is LinearPrecision.fp8
@@ -100,28 +115,28 @@ class _Fp8Linear(torch.autograd.Function):
             dx = _mm(dy_TN, for_dgrad[0].t(), torch.bfloat16)
         if fp8_wgrad:
             x_t = _saved_transposed(kept, ctx.block, precision, kernels)
-            dw = _deliver(ctx.weight_ref, lambda out: kernels.wgrad(dy_t, x_t, out))
+            dw = deliver_weight_gradient(ctx.weight_ref, lambda out: kernels.wgrad(dy_t, x_t, out))
         elif ctx.needs_input_grad[1]:
             x_TK = _saved_bf16(kept, ctx.block, precision, ctx.num_toks)
-            dw = _deliver(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
+            dw = deliver_weight_gradient(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
         return dx, dw, None, None, None, None
 
 
 class _Bf16Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TK, weight, out_dtype):
+    def forward(ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         ctx.save_for_backward(x_TK, weight)
         ctx.weight_ref = weight
         return _mm(x_TK, weight, out_dtype)
 
     @staticmethod
-    def backward(ctx, dy_TN):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, weight = ctx.saved_tensors
-        dy_TN = dy_TN.to(torch.bfloat16)
+        dy_TN = grads[0].to(torch.bfloat16)
         dx = _mm(dy_TN, weight.t(), torch.bfloat16) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = _deliver(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
+            dw = deliver_weight_gradient(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
         return dx, dw, None
 
 
@@ -151,15 +166,16 @@ def _quantize_grad(
     dy_TN: torch.Tensor, row_order: torch.Tensor | None, precision: GemmPrecision, kernels: Kernels, wanted: tuple[bool, bool]
 ) -> tuple[BlockScaled | None, BlockScaled | None]:
     """(dY along N in the cache's order for dgrad, dY^T along T in the parameter's order for wgrad), each None where not wanted."""
-    formats = {"dtype": precision.grad_dtype, "scale_format": precision.scale_format}
+    dtype, scale_format = precision.grad_dtype, precision.scale_format
     for_dgrad, for_wgrad = wanted
     if not for_dgrad and not for_wgrad:
         return None, None
     dy = dy_t = None
     if for_wgrad:
-        dy, dy_t = kernels.quantize_dual(dy_TN, **formats)
+        dy, dy_t = kernels.quantize_dual(dy_TN, dtype=dtype, scale_format=scale_format)
     if for_dgrad and (dy is None or row_order is not None):
-        dy = kernels.quantize(dy_TN if row_order is None else dy_TN.index_select(1, row_order), ROW_BLOCK, **formats)
+        rows = dy_TN if row_order is None else dy_TN.index_select(1, row_order)
+        dy = kernels.quantize(rows, ROW_BLOCK, dtype=dtype, scale_format=scale_format)
     return dy, dy_t
 
 
@@ -167,17 +183,21 @@ def _saved_transposed(
     kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, kernels: Kernels
 ) -> BlockScaled:
     """X^T in FP8, [K, T128], from what the forward kept."""
-    formats = {"scale_format": precision.scale_format, "t_block": precision.x_t_block}
+    scale_format, t_block = precision.scale_format, precision.x_t_block
     if precision.saved_activation is SavedActivation.bf16:
-        return kernels.quantize_dual(kept[0], dtype=E4M3, **formats)[1]
+        return kernels.quantize_dual(kept[0], dtype=E4M3, scale_format=scale_format, t_block=t_block)[1]
+    assert block is not None, precision
     saved = BlockScaled(kept[0], kept[1], block)
-    return saved if precision.saved_activation is SavedActivation.fp8_dual else kernels.requantize_transposed(saved, **formats)
+    if precision.saved_activation is SavedActivation.fp8_dual:
+        return saved
+    return kernels.requantize_transposed(saved, scale_format=scale_format, t_block=t_block)
 
 
 def _saved_bf16(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, num_toks: int) -> torch.Tensor:
     """X [T, K] in BF16 from what the forward kept; FP8 copies are dequantised."""
     if precision.saved_activation is SavedActivation.bf16:
         return kept[0]
+    assert block is not None, precision
     value = BlockScaled(kept[0], kept[1], block).dequantize(torch.bfloat16)
     return value[:, :num_toks].t() if precision.saved_activation is SavedActivation.fp8_dual else value
 
@@ -189,19 +209,3 @@ def _wgrad_bf16(dy_TN: torch.Tensor, x_TK: torch.Tensor, out: torch.Tensor | Non
     if dy_TN.device.type == "cuda" and dy_TN.shape[0]:
         return torch.addmm(out, dy_TN.t(), x_TK, out_dtype=torch.float32, out=out)
     return out.add_(_mm(dy_TN.t(), x_TK.t(), torch.float32))
-
-
-def _deliver(weight: torch.Tensor, compute) -> torch.Tensor:
-    """Run `compute(out)` into `weight.main_grad` and return a stand-in gradient, or return the gradient in the weight's dtype.
-
-    The stand-in only makes autograd call the parameter's hooks; nobody reads it once `grad_added_to_main_grad` is set, unless
-    `zero_out_wgrad` asks for zeros.
-    """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return compute(None).to(weight.dtype)
-    if main_grad.dtype is not torch.float32:
-        raise ValueError(f"main_grad is {main_grad.dtype}; gradients accumulate in float32 (accumulate_allreduce_grads_in_fp32)")
-    compute(main_grad)
-    weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -5,26 +5,14 @@ Left out: which layers stay BF16 by name (the layer spec reads `bf16_layers`), a
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 import torch
 
-from jetrl_megatron.config import GradFormat, LinearPrecision, PrecisionConfig, SavedActivation, ScaleFormat
+from jetrl_megatron.config import GradFormat, LinearPrecision, PrecisionConfig, SavedActivation, ScaleFormat, WgradGranularity
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK
 
 Side = Literal["train", "rollout"]
-
-
-class WgradGranularity(Enum):
-    """How X^T is scaled for wgrad.
-
-    `groups`: 1x128 along T, FP32 sums added into main_grad by the GEMM (DeepGEMM 1D1D).
-    `blocks`: 128x128, a BF16 product added afterwards (1D2D).
-    """
-
-    groups = "groups"
-    blocks = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,4 +63,5 @@ class GemmPrecision:
             wgrad=config.wgrad,
             grad_format=config.grad_format,
             scale_format=scale_format,
+            wgrad_granularity=config.wgrad_granularity,
         )

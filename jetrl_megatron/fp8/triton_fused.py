@@ -56,4 +56,5 @@ def _both(source: Source, dual: bool, scale_format: ScaleFormat) -> tuple[BlockS
     if not dual:
         return quantize_rows(source, dtype=E4M3, scale_format=scale_format), None
     row_wise, transposed = quantize_tiles(source, GROUPED, GROUPED, dtype=E4M3, scale_format=scale_format)
+    assert row_wise is not None
     return row_wise, transposed

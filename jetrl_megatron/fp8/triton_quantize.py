@@ -37,7 +37,9 @@ def quantize(
     if block == ROW_BLOCK:
         return quantize_rows(source, dtype=dtype, scale_format=scale_format)
     if block == WEIGHT_BLOCK:
-        return quantize_tiles(source, BLOCKED, NONE, dtype=dtype, scale_format=scale_format)[0]
+        out, _ = quantize_tiles(source, BLOCKED, NONE, dtype=dtype, scale_format=scale_format)
+        assert out is not None
+        return out
     raise ValueError(
         f"block is {block}; the GPU quantiser writes {ROW_BLOCK} and {WEIGHT_BLOCK}, and (128, 1) as quantize_dual's transposed copy"
     )
@@ -48,7 +50,9 @@ def quantize_dual(
 ) -> tuple[BlockScaled, BlockScaled]:
     """`quantize.quantize_dual` in one read of x."""
     t_mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
-    return quantize_tiles(_plain(x, dtype), GROUPED, t_mode, dtype=dtype, scale_format=scale_format)
+    row_wise, transposed = quantize_tiles(_plain(x, dtype), GROUPED, t_mode, dtype=dtype, scale_format=scale_format)
+    assert row_wise is not None and transposed is not None
+    return row_wise, transposed
 
 
 def quantize_weight(
@@ -59,6 +63,7 @@ def quantize_weight(
     whole = w.shape[0] % GROUP == 0
     t_mode = BLOCKED if with_transpose and whole else NONE
     codes, codes_t = quantize_tiles(source, BLOCKED, t_mode, dtype=E4M3, scale_format=scale_format)
+    assert codes is not None
     return codes, transpose(codes) if with_transpose and not whole else codes_t
 
 
@@ -68,7 +73,10 @@ def requantize_transposed(
     """`quantize.requantize_transposed` without a full-precision copy in memory; x in E4M3."""
     assert x.block == ROW_BLOCK and x.data.dtype is E4M3, (x.block, x.data.dtype)
     source = Source(FP8, x.data.view(torch.uint8), x.shape[1], x.scale)
-    return quantize_tiles(source, NONE, GROUPED if t_block == ROW_BLOCK else BLOCKED, dtype=E4M3, scale_format=scale_format)[1]
+    t_mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
+    _, out = quantize_tiles(source, NONE, t_mode, dtype=E4M3, scale_format=scale_format)
+    assert out is not None
+    return out
 
 
 def transpose(w: BlockScaled) -> BlockScaled:
@@ -110,6 +118,7 @@ def quantize_tiles(
     t_out = _empty(t_mode, cols, num_blocks(rows, GROUP) * GROUP, dtype, source.x.device)
     if rows and cols:
         row_, t_ = row_out or t_out, t_out or row_out
+        assert row_ is not None and t_ is not None, (row_mode, t_mode)
         tile_kernel[(num_blocks(rows, GROUP), num_blocks(cols, GROUP))](
             *source.arguments(),
             row_.data.view(torch.uint8),

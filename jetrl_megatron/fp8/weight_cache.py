@@ -97,6 +97,7 @@ class WeightCache:
             else:
                 _copy_bytes(entry.cached.w, fresh)
                 if fresh_t is not None:
+                    assert entry.cached.w_t is not None, "keep_transposed never changes"
                     _copy_bytes(entry.cached.w_t, fresh_t)
             entry.seen = entry.fingerprint()
         self.version += 1

@@ -62,7 +62,9 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
             for batches in minibatches:
                 for batch, logp in zip(batches, actor.reference_logprobs(batches), strict=True):
                     batch.ref_logprobs_T = logp
-    norms, lr, sums = [], 0.0, {}
+    norms: list[float] = []
+    lr = 0.0
+    sums: dict[str, torch.Tensor] = {}
     for _ in range(cfg.epochs):
         for batches in minibatches:
             assert actor.optimizer is not None

@@ -73,7 +73,7 @@ def export_hf(session: Session, out_dir: Path) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
     barrier()
     if ranks.dp_rank == 0:
-        chunks = [{n: p.detach() for n, p in chunk.named_parameters()} for chunk in actor.chunks]
+        chunks: list[Mapping[str, torch.Tensor]] = [{n: p.detach() for n, p in chunk.named_parameters()} for chunk in actor.chunks]
         write_rank_shards(shards, actor.arch, actor.layout, (ranks.pp_rank, ranks.tp_rank), chunks)
     barrier()
     if ranks.is_logger:

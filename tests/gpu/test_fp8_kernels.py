@@ -8,10 +8,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 import jetrl_megatron.fp8.quantize as reference  # noqa: E402
-from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation, ScaleFormat  # noqa: E402
+from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation, ScaleFormat, WgradGranularity  # noqa: E402
 from jetrl_megatron.fp8 import BlockScaled, GemmPrecision, WeightCache, bf16_linear, fp8_linear, gemm_reference, resolve_backend  # noqa: E402
 from jetrl_megatron.fp8.backend import kernels_of  # noqa: E402
-from jetrl_megatron.fp8.precision import WgradGranularity  # noqa: E402
 
 E4M3 = {"dtype": torch.float8_e4m3fn, "scale_format": ScaleFormat.fp32}
 LIMIT = 1e-5

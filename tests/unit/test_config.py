@@ -2,7 +2,7 @@
 
 import pytest
 
-from jetrl_megatron.config import Arm, PrecisionConfig, Recipe, ScaleFormat
+from jetrl_megatron.config import Arm, PrecisionConfig, Recipe, ScaleFormat, WgradGranularity
 from jetrl_megatron.load import dump_recipe, flat_recipe, load_recipe, schema
 
 
@@ -29,6 +29,7 @@ def test_types_arrive_as_the_dataclasses_say(write):
     words = [
         "data.train=[gsm8k:train,mawps@x.jsonl]",
         "precision.rollout_scale_format=ue8m0",
+        "precision.wgrad_granularity=blocks",
         "data.plain_template={question} =",
         "run.dir=5",
     ]
@@ -36,6 +37,7 @@ def test_types_arrive_as_the_dataclasses_say(write):
     assert recipe.data.train == ("gsm8k:train", "mawps@x.jsonl")
     assert recipe.precision.arm is Arm.bf16
     assert recipe.precision.rollout_scale_format is ScaleFormat.ue8m0
+    assert recipe.precision.wgrad_granularity is WgradGranularity.blocks
     assert recipe.data.plain_template == "{question} ="
     assert recipe.run.dir == "5"
     assert load_recipe(write("s", ""), ['data.plain_template="{question}\\n"']).data.plain_template == "{question}\n"
@@ -53,6 +55,8 @@ BAD = {
     "optim=3": r"optim is a section.*optim.lr, optim.min_lr",
     "optim.lr.x=3": r"optim.lr is \{'x': 3\} .*must be a number",
     "precision.arm=jet": r"precision.arm is 'jet' .*must be one of bf16, fp8_rollout, jetrl",
+    "precision.wgrad_granularity=rows": r"wgrad_granularity is 'rows' .*must be one of groups, blocks",
+    "parallel.recompute=selective": r"recompute is 'selective' .*must be one of none, full",
     "precision.rollout_scale_format=x": r"must be one of fp32, ue8m0 or null",
     "data.train=gsm8k": r"data.train is 'gsm8k' .*write data.train=\[a,b\]",
     "data.train=[null]": r"data.train is \[None\]; it must be a list of text",

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, SavedActivation
-from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, fp8_linear
+from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, SavedActivation, WgradGranularity
+from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, deliver_weight_gradient, fp8_linear
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual
 
 FP8, BF16 = LinearPrecision.fp8, LinearPrecision.bf16
@@ -71,6 +71,22 @@ def test_every_arm_matches_float64_on_its_own_operands(order, saved, dgrad, wgra
     assert calc_diff(weight.grad, dy64.double().t() @ x64.double()) < 3e-6
 
 
+@pytest.mark.parametrize("saved", SavedActivation)
+def test_wgrad_in_blocks_reads_x_in_128x128_blocks_and_changes_nothing_else(saved):
+    found = {}
+    for granularity in WgradGranularity:
+        x, weight, dy, cached, _ = layer()
+        y = fp8_linear(x, weight, cached, GemmPrecision(saved_activation=saved, wgrad_granularity=granularity), REFERENCE)
+        y.backward(dy)
+        found[granularity] = (y.detach(), x.grad, weight.grad)
+    (y, dx, dw), (y_blocks, dx_blocks, dw_blocks) = found[WgradGranularity.groups], found[WgradGranularity.blocks]
+    assert torch.equal(y, y_blocks) and torch.equal(dx, dx_blocks)
+    assert not torch.equal(dw, dw_blocks)
+    source = quantize(x, (1, 128)).dequantize() if saved is SavedActivation.fp8_requant else x
+    x64 = quantize_dual(source, t_block=(128, 128))[1].dequantize()[:, :T].t().double()
+    assert calc_diff(dw_blocks, quantize(dy, (128, 1)).dequantize().double().t() @ x64) < 3e-6
+
+
 def test_saved_tensors_are_what_the_switch_says():
     sizes = {}
     for saved in SavedActivation:
@@ -111,6 +127,20 @@ def test_main_grad_accumulates_in_fp32_over_micro_batches():
     weight.main_grad = weight.main_grad.bfloat16()
     with pytest.raises(ValueError, match="float32"):
         bf16_linear(x, weight).backward(dy)
+
+
+def test_a_gradient_is_added_once_and_the_stand_in_is_zeros_where_the_weight_has_another_one():
+    weight, gradient = torch.nn.Parameter(torch.ones(2, 3).bfloat16()), torch.full((2, 3), 0.1)
+
+    def compute(out):
+        return gradient if out is None else out.add_(gradient)
+
+    returned = deliver_weight_gradient(weight, compute, zeros=True)
+    assert torch.equal(returned, gradient.bfloat16()) and not hasattr(weight, "grad_added_to_main_grad")
+    weight.main_grad = torch.ones(2, 3)
+    stand_in = deliver_weight_gradient(weight, compute, zeros=True)
+    assert torch.equal(weight.main_grad, torch.ones(2, 3) + gradient) and weight.grad_added_to_main_grad is True
+    assert torch.equal(stand_in, torch.zeros(2, 3).bfloat16())
 
 
 def test_bf16_linear_matches_float64_and_gives_fp32_logits():
