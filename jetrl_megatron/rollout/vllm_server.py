@@ -23,6 +23,8 @@ from jetrl_megatron.rollout.vllm_client import EngineClient
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_")
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JETRL_LAUNCHER_PID")
 _LOG_TAIL_CHARS = 1500
+_PORT_ATTEMPTS, _PORT_TAKEN = 3, "Address already in use"
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +129,19 @@ class VllmServer:
         return self._spec.log_dir / f"server{self.number}-start{self._starts}.log"
 
     def start(self, model_dir: Path, with_weights: bool) -> EngineClient:
-        """Start the server and wait until it is healthy.
+        """Start the server and wait until it is healthy; once more where somebody else took its port in the meantime.
 
         Raises RuntimeError with the end of its log where it dies or takes longer than start_timeout_s.
         """
+        for attempt in range(_PORT_ATTEMPTS):
+            try:
+                return self._start_once(model_dir, with_weights)
+            except RuntimeError as error:
+                if _PORT_TAKEN not in str(error) or attempt + 1 == _PORT_ATTEMPTS:
+                    raise
+        raise AssertionError("the loop above returns or raises")
+
+    def _start_once(self, model_dir: Path, with_weights: bool) -> EngineClient:
         self.stop()
         self._starts += 1
         self._spec.log_dir.mkdir(parents=True, exist_ok=True)
@@ -178,6 +189,12 @@ class VllmServer:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free now, outside the range from which systems give ports away, since the server binds it much later."""
+    while True:
+        port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+        return port

@@ -1,0 +1,79 @@
+"""What the actor sends is the checkpoint, byte for byte, from every layout (fault C3); a version that fails does not move (fault C6)."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conversion.convert import Target, convert
+from tests.dist.ranks import run_ranks
+from tests.dist.wire_run import push, push_once, stream_all
+from tests.tiny_models import write_tiny_model
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+
+def table(directory: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Return what the stream of a whole model must be: a converted directory's tensors."""
+    found = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found[name] = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest())
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    made = {}
+    for family in ("qwen3", "llama", "qwen2"):
+        changes = {"num_attention_heads": 8, "num_key_value_heads": 4} if family == "llama" else {}
+        made[family] = write_tiny_model(root / family, family, num_hidden_layers=2, **changes)
+        convert(made[family], root / f"{family}-fp8", Target(kind="hf", cast="fp32"))
+    return made
+
+
+CASES = {
+    1: [("qwen3", 1, 1, "k_complete", "jetrl", 2**28), ("qwen3", 1, 1, "k_complete", "jetrl", 200_000)],
+    2: [
+        ("qwen3", 2, 1, "k_complete", "jetrl", 200_000),
+        ("qwen3", 2, 1, "k_split", "fp8_rollout", 2**28),
+        ("llama", 2, 1, "k_complete", "jetrl", 2**28),  # head_dim 64: q, k and v are quantised apart; tied
+        ("llama", 1, 2, "k_complete", "jetrl", 2**28),  # tied over two stages: the embedding is sent once
+        ("qwen2", 2, 1, "k_complete", "bf16", 2**28),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_processes", CASES)
+def test_the_stream_is_the_converted_checkpoint(models, num_processes):
+    cases = CASES[num_processes]
+    by_rank = run_ranks(stream_all, num_processes, [(str(models[family]), *rest) for family, *rest in cases])
+    for number, (family, _, _, _, arm, _) in enumerate(cases):
+        parts = [rank[number] for rank in by_rank]
+        sent = [name for part in parts for name in part]
+        assert len(sent) == len(set(sent))
+        wanted = table(models[family] if arm == "bf16" else models[family].with_name(f"{family}-fp8"))
+        assert {k: v for part in parts for k, v in part.items()} == wanted, cases[number]
+
+
+def test_pushes_one_after_another(models, tmp_path):
+    (one,) = run_ranks(push, 1, str(models["qwen3"]), str(tmp_path / "w"), 1, 1)
+    first, second, stale, changed, failed, kept, backwards, left = one
+    assert (first.step, second.step, changed.step) == (0, 1, 2)
+    assert first.sha256 == second.sha256 != changed.sha256
+    assert stale == "stale: True"
+    assert failed.endswith("x differs") and kept == changed
+    assert backwards == "version 1 would follow 2; versions only grow"
+    assert left == ["v00000002", "v00000003"], "what the servers hold stays until its successor is verified"
+
+
+def test_two_stages_write_one_checkpoint(models, tmp_path):
+    versions = run_ranks(push_once, 2, str(models["qwen3"]), str(tmp_path / "w"), 1, 2)
+    assert versions[0] == versions[1]
+    files = sorted(p.name for p in (tmp_path / "w" / "v00000000").glob("*.safetensors*"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    (single,) = run_ranks(push_once, 1, str(models["qwen3"]), str(tmp_path / "x"), 1, 1)
+    assert single == versions[0], "the digest of a version does not depend on the actor's layout"

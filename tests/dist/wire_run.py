@@ -1,0 +1,117 @@
+"""What one rank does in the wire tests: build an actor and stream its stage, or push a whole version to a directory."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.actor import parallel_state
+from jetrl_megatron.actor.actor import Actor
+from jetrl_megatron.actor.device import local_device
+from jetrl_megatron.config import Arm, ParallelConfig, PrecisionConfig, Recipe, RowParallel
+from jetrl_megatron.rollout.vllm_engine import RunGroup
+from jetrl_megatron.sync import wire as wire_module
+from jetrl_megatron.sync.disk import DiskTransport
+from jetrl_megatron.sync.publish import Publisher
+
+
+class FakePool:
+    """Takes what is published; reads the directory as a server would, while it is there."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.fail = ""
+
+    def update(self, published: Any, load: Any) -> None:
+        from conversion.checkpoint import open_checkpoint
+
+        open_checkpoint(published.directory).close()  # every tensor is there, with the right shape, scales and config
+        if self.fail:
+            raise RuntimeError(self.fail)
+        self.seen.append(published)
+
+
+def build(hf_dir: str, tp: int, pp: int, row: str, arm: str) -> Actor:
+    """Return the actor of this rank."""
+    recipe = replace(
+        Recipe(),
+        parallel=ParallelConfig(tp=tp, pp=pp),
+        precision=PrecisionConfig(arm=Arm(arm), row_parallel=RowParallel(row)),
+    )
+    device = local_device()
+    ranks = parallel_state.initialize(recipe.parallel, device)
+    return Actor(recipe, ModelArchitecture.from_hf_directory(hf_dir), Path(hf_dir), ranks, device)
+
+
+StreamCase = tuple[str, int, int, str, str, int]
+"""HF directory, TP, PP, row_parallel, arm, bytes of a bucket."""
+
+
+def stream_all(cases: list[StreamCase]) -> list[dict[str, Any]]:
+    """Return, for each case, name -> (dtype, shape, sha256) of what this rank's stage streams to it."""
+    out = []
+    for hf_dir, tp, pp, row, arm, bucket_bytes in cases:
+        wire_module.BUCKET_BYTES = bucket_bytes
+        wire = wire_module.StageWire(build(hf_dir, tp, pp, row, arm))
+        found: dict[str, Any] = {}
+        for name, tensor in wire.stream():
+            raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert name not in found
+            found[name] = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest())
+        assert wire.receives or not found
+        out.append(found)
+        mpu.destroy_model_parallel()
+    parallel_state.destroy()
+    return out
+
+
+def push(hf_dir: str, root: str, tp: int, pp: int) -> list[Any]:
+    """Push twice the same weights and once changed ones to a directory, then fail one push; returns what was seen."""
+    actor = build(hf_dir, tp, pp, "k_complete", "jetrl")
+    group = RunGroup(60.0)
+    pool = FakePool() if group.rank == 0 else None
+    transport = DiskTransport(Path(root), Path(hf_dir), actor, group, engine_tp=1, timeout_s=10.0)
+    publisher = Publisher(actor, pool, transport, group)  # type: ignore[arg-type]
+    out: list[Any] = [publisher.push()]
+    actor.version = 1
+    out.append(publisher.push())
+    with torch.no_grad():
+        for chunk in actor.chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith("linear_fc2.weight"):
+                    parameter.mul_(1.5)
+    actor.version = 2
+    try:
+        publisher.push()
+    except RuntimeError as error:
+        out.append(f"stale: {'was modified after the last refresh' in str(error)}")
+    actor.sides.refresh()
+    out.append(publisher.push())
+    actor.version = 3
+    if pool is not None:
+        pool.fail = "server 0 does not hold version 3: rank 0: x differs"
+    try:
+        publisher.push()
+    except RuntimeError as error:
+        out.append(str(error))
+    out.append(publisher.version)
+    actor.version = 1
+    try:
+        publisher.push()
+    except RuntimeError as error:
+        out.append(str(error))
+    out.append(sorted(p.name for p in Path(root).iterdir()))
+    return out
+
+
+def push_once(hf_dir: str, root: str, tp: int, pp: int) -> Any:
+    """Push the model as it is; returns the version on every rank."""
+    actor = build(hf_dir, tp, pp, "k_complete", "jetrl")
+    group = RunGroup(60.0)
+    pool = FakePool() if group.rank == 0 else None
+    transport = DiskTransport(Path(root), Path(hf_dir), actor, group, engine_tp=1, timeout_s=10.0)
+    return Publisher(actor, pool, transport, group).push()  # type: ignore[arg-type]
