@@ -1,10 +1,23 @@
-"""`python -m jetrl_megatron.bench quant|linear [options]`."""
+"""`python -m jetrl_megatron.bench quant|linear|step|rollout|sync [options]`."""
 
 import sys
 
-from jetrl_megatron.bench import linear, quant
+from jetrl_megatron.bench import linear, quant, step
 
-COMMANDS = {"quant": quant.main, "linear": linear.main}
+
+def _rollout(argv: list[str]) -> int:
+    from jetrl_megatron.bench import rollout  # needs vLLM, unlike the others
+
+    return rollout.main(argv)
+
+
+def _sync(argv: list[str]) -> int:
+    from jetrl_megatron.bench import sync
+
+    return sync.main(argv)
+
+
+COMMANDS = {"quant": quant.main, "linear": linear.main, "step": step.main, "rollout": _rollout, "sync": _sync}
 
 
 def main(argv: list[str]) -> int:

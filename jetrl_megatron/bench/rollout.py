@@ -1,0 +1,68 @@
+"""`jetrl bench rollout`: completion tokens a second of the recipe's vLLM pool, FP8 against BF16 in one run.
+
+Enters: a recipe and the load. Leaves: one row an arm. Prompts are random ids, completions have a fixed length (no token ends one), so that
+the arms draw equally many tokens. The first round warms kernels and graphs up and is not counted. Checked: every server holds the actor's
+bytes (the push verifies), every completion has its length.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Sequence
+
+from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.contracts import Prompt, SamplingParams
+from jetrl_megatron.loop.setup import Session
+from jetrl_megatron.rollout.engine import Request
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    options = parser("rollout", "Rollout throughput of the vLLM pool, FP8 against BF16.")
+    options.add_argument("--prompts", type=int, default=256)
+    options.add_argument("--prompt-toks", type=int, default=512)
+    options.add_argument("--new-toks", type=int, default=512)
+    options.add_argument("--rounds", type=int, default=3, help="counted rounds, behind one that is not")
+    return run_arms("rollout", options, argv, measure)
+
+
+def measure(session: Session, args: argparse.Namespace) -> Record:
+    """Push once, then draw round after round."""
+    assert session.publisher is not None
+    session.publisher.push()
+    params = SamplingParams(max_new_toks=args.new_toks, temperature=session.recipe.rollout.temperature)
+    seconds = []
+    for number in range(args.rounds + 1):
+        requests = make_requests(number, args.prompts, args.prompt_toks, session.arch.vocab_size)
+        mine = requests[session.ranks.dp_rank :: session.ranks.dp]
+        start_s = time.perf_counter()
+        drawn = session.engine.generate(mine, params, seed=number)
+        seconds.append(time.perf_counter() - start_s)
+        assert [len(c.token_ids) for c in drawn] == [args.new_toks] * len(mine), "a completion has another length"
+    rates = [args.prompts * args.new_toks / s for s in seconds[1:]]
+    return {
+        "toks_a_s": statistics.median(rates),
+        "toks_a_s_min": min(rates),
+        "toks_a_s_max": max(rates),
+        "warm_up_s": seconds[0],
+        "prompts": args.prompts,
+        "prompt_toks": args.prompt_toks,
+        "new_toks": args.new_toks,
+    }
+
+
+def make_requests(number: int, num_prompts: int, prompt_toks: int, vocab_size: int) -> list[Request]:
+    """Return the requests of one round: random ids, other ones in each round, so that no prefix is cached."""
+    draw = random.Random(number)
+    prompts = [
+        Prompt(
+            id=f"{number}/{i}",
+            token_ids=tuple(draw.randrange(vocab_size) for _ in range(prompt_toks)),
+            text="",
+            answer="",
+            source="bench",
+        )
+        for i in range(num_prompts)
+    ]
+    return [Request(prompt=p, sample_index=0) for p in prompts]

@@ -1,0 +1,56 @@
+"""`jetrl bench sync`: seconds of a weight push from the actor to every server, verification included, FP8 against BF16 in one run.
+
+Enters: a recipe. Leaves: one row an arm: bytes, seconds (median), and on CUDA the time that the bytes need at the measured copy bandwidth
+of one GPU with the ratio to it. The first push starts the servers and is not counted. Checked: every push verifies every tensor.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.timing import copy_bandwidth
+from jetrl_megatron.loop.setup import Session
+from jetrl_megatron.sync.wire import StageWire
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark; returns its exit code."""
+    options = parser("sync", "Seconds of a verified weight push, FP8 against BF16.")
+    options.add_argument("--pushes", type=int, default=5, help="counted pushes, behind the one that starts the servers")
+    return run_arms("sync", options, argv, measure)
+
+
+def measure(session: Session, args: argparse.Namespace) -> Record:
+    """Push again and again; the actor's version grows as it would with optimizer steps."""
+    publisher = session.publisher
+    assert publisher is not None
+    publisher.push()
+    started_s = publisher.seconds
+    seconds = []
+    for _ in range(args.pushes):
+        session.actor.version += 1
+        publisher.push()
+        seconds.append(publisher.seconds)
+    num_bytes = wire_bytes(StageWire(session.actor))
+    record: Record = {
+        "gib": num_bytes / 2**30,
+        "push_s": statistics.median(seconds),
+        "push_s_min": min(seconds),
+        "push_s_max": max(seconds),
+        "start_s": started_s,
+        "pushes": args.pushes,
+    }
+    if session.device.type == "cuda":
+        # A copy reads and writes each byte once: half of the traffic is what arrives.
+        wanted_s = num_bytes / (copy_bandwidth() / 2)
+        record |= {"copy_s": wanted_s, "times_copy": record["push_s"] / wanted_s}
+    return record
+
+
+def wire_bytes(wire: StageWire) -> int:
+    """Return the bytes of one whole model on the wire, scales included."""
+    return sum(prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in wire.described().values())
