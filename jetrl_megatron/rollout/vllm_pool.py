@@ -130,6 +130,9 @@ class ServerPool:
         with self._lock:
             self._published = published
         self._each(lambda m: m.state == "off", lambda m: self._guarded(m, lambda: self._boot(m, published)))
+        with self._lock:
+            for member in self._members:
+                member.state = "blank" if member.state == "off" else member.state
         for member in self._members:
             self._await_restart(member)
         return [m.client for m in self._members if m.state != "lost" and m.client is not None]
@@ -170,7 +173,6 @@ class ServerPool:
         if member.server is not None:
             member.client = member.server.start(published.directory, published.has_weights)
             member.started_on = published.directory if published.has_weights else None
-        member.state = "blank"
 
     def _bring(self, member: _Member, published: Published, load: Load) -> None:
         """Load one live server, unless it was started on these very weights, and verify it."""
@@ -231,6 +233,9 @@ class ServerPool:
             self._boot(member, published)
             if member.started_on is not None:
                 self._admit(member, published)
+            else:
+                with self._lock:
+                    member.state = "blank"
         except (ServerGone, RuntimeError) as error:
             with self._lock:
                 member.problem = str(error)
@@ -239,12 +244,12 @@ class ServerPool:
 
     def _await_restart(self, member: _Member) -> None:
         """Wait until a server that is coming back has come back, or is lost."""
-        while True:
-            with self._lock:
-                thread = member.thread if member.state == "starting" else None
-            if thread is None:
-                return
+        while member.thread is not None:
+            thread = member.thread
             thread.join()
+            with self._lock:
+                if member.thread is thread:  # and not the next attempt, which this one began
+                    member.thread = None
 
     def pids(self) -> list[int]:
         """Return the process ids of the servers that this pool started, 0 for one that is not running."""

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from conversion.architecture import ModelArchitecture, read_config
@@ -54,21 +55,22 @@ def publish(directory: Path, step: int) -> Published:
 
 
 def make_pool(directory: Path, num_servers: int, log_dir: Path, key: str) -> ServerPool:
-    """Return a pool, not yet started, for models like the one in `directory`."""
+    """Return a pool, not yet started, for models like the one in `directory`; on CUDA with graphs, both servers on the first GPU."""
+    on_cuda = torch.cuda.is_available()
     spec = ServerSpec(
         tp=1,
         max_model_len=MAX_LEN,
         max_num_seqs=8,
         gpu_memory_utilization=0.1,
-        cuda_graphs=False,
+        cuda_graphs=on_cuda,
         prefix_caching=True,
         transport="disk",
         power_of_two_scales=False,
-        on_cuda=False,
+        on_cuda=on_cuda,
         log_dir=log_dir,
-        start_timeout_s=400.0,
+        start_timeout_s=550.0,
     )
-    servers = [VllmServer(number, spec, key) for number in range(num_servers)]
+    servers = [VllmServer(number, spec, key, "0" if on_cuda else "") for number in range(num_servers)]
     limits = PoolLimits(request_timeout_s=120.0, push_timeout_s=120.0, max_restarts=2)
     return ServerPool(servers, [], read_config(directory), limits)
 
