@@ -7,7 +7,8 @@ The pool of vLLM servers, from a request to the bytes that answer it:
 
 - `vllm_engine`: the protocol on all ranks; rank 0 speaks for everybody. `vllm_dispatch`: requests over servers, each answered once.
 - `vllm_pool`: which server may serve, with which verified weights, and how one that died comes back. `vllm_client`: one server over HTTP.
-- `vllm_server`: a server's command line, environment and process. `vllm_guard`: no server outlives its run. `vllm_auth`: the key at its door.
+- `vllm_server`: a server's command line, environment and process. `vllm_guard`: no server outlives its run.
+- `vllm_auth`: the key at a server's door.
 - `published`, `fingerprint`: what an engine must hold, and how two tensors are compared. `vllm_worker`: reads it back inside the engine.
 - `compat`: the only file that knows vLLM's inside.
 """
