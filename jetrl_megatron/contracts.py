@@ -11,7 +11,7 @@ sequence predicts nothing: its label is 0 and its mask is 0.
 Legend of shape suffixes: T packed positions of one micro-batch, S sequences.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class TrainBatch:
     positions_T: torch.Tensor
     """[T] int64, restarting at 0 in each sequence; 0 in the padding."""
     cu_seqlens_S: torch.Tensor
-    """[S + 1] int32; the padding behind the last sequence is one more segment, included here when it is not empty."""
+    """[S + 1] int32, on the host; the padding behind the last sequence is one more segment, included here when it is not empty."""
     max_seqlen: int
     labels_T: torch.Tensor
     """[T] int64, the next token of the same sequence, 0 where there is none."""
@@ -131,6 +131,14 @@ class TrainBatch:
     """Positions before the padding."""
     sample_index_S: tuple[int, ...] = ()
     """For each real sequence its index in the list of samples that was packed."""
+
+    def to(self, device: torch.device) -> "TrainBatch":
+        """Return the batch with its tensors on `device`; the segment bounds stay on the host, which cuts the batch by them."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, torch.Tensor) and name != "cu_seqlens_S":
+                moved[name] = value.to(device)
+        return TrainBatch(**moved)
 
     def __post_init__(self) -> None:
         """Assert that the packed arrays have one length and the segments cover it."""

@@ -12,4 +12,7 @@ from jetrl_megatron.actor.device import accumulate_dtype
 
 def silu(gate: Tensor) -> Tensor:
     """Return x * sigmoid(x), rounded once to the input's dtype; gate: [..., F]."""
+    if gate.is_cuda:
+        # The kernel computes in FP32 and rounds once, which is what the widening below does on a CPU.
+        return torch.nn.functional.silu(gate)
     return torch.nn.functional.silu(gate.to(accumulate_dtype(gate.device))).to(gate.dtype)

@@ -5,11 +5,13 @@
 Enters: q [T, Hq, D], k and v [T, Hkv, D], BF16, before rope, and a PackedContext. Leaves: [T, Hq * D] BF16. Everything between is
 computed in the accumulation type (float64 on a CPU) and rounded once, so that a token's output is the same from the training forward
 (all its sequence at once) as from decoding (one query against the cache): the invariant that the rollout is a subgraph of training. The
-backward keeps only q, k, v and computes the probabilities again.
+backward keeps only q, k, v and computes the probabilities again. On CUDA a packed batch runs torch's variable-length flash attention
+instead (BF16 operands, FP32 accumulation).
 
 Legend: n queries, m keys, g query heads a kv head.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -122,15 +124,40 @@ class CoreAttention(Module):
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
         """Every segment is a whole sequence from position 0; writes the cache when there is one."""
-        pieces = [_CausalAttention.apply(query[a:b], key[a:b], value[a:b], self.scale) for a, b in ctx.segments]
-        end = ctx.segments[-1][1] if ctx.segments else 0
-        if end < query.shape[0]:
-            pieces.append(query.new_zeros(query.shape[0] - end, *query.shape[1:]))
+        out = self._flash(query, key, value, ctx) if query.is_cuda else self._by_segment(query, key, value, ctx)
         if ctx.cache is not None and ctx.slots_S is not None:
             keys, values = ctx.cache.layer(self.layer_number, key, value)
             for (a, b), slot in zip(ctx.segments, ctx.slots_S.tolist(), strict=True):
                 keys[slot, : b - a] = key[a:b].to(keys.dtype)
                 values[slot, : b - a] = value[a:b].to(values.dtype)
+        return out
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
+        """Attend within every segment in one kernel; padding attends to itself and counts nowhere."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        bounds, longest = ctx.cu_seqlens, ctx.num_positions
+        assert bounds is not None
+        return varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1, 0),
+            **grouped,
+        )
+
+    def _by_segment(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
+        """Attend sequence by sequence in the accumulation type; the output of padding is 0."""
+        pieces = [_CausalAttention.apply(query[a:b], key[a:b], value[a:b], self.scale) for a, b in ctx.segments]
+        end = ctx.num_real_toks
+        if end < query.shape[0]:
+            pieces.append(query.new_zeros(query.shape[0] - end, *query.shape[1:]))
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def _decode_step(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:

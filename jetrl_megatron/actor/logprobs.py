@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.actor.device import accumulate_dtype
-from jetrl_megatron.fp8.gemm_reference import matmul_bf16_reference
+from jetrl_megatron.fp8 import bf16_linear
+from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits of one chunk: 64 MiB in FP32."""
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Logits of one chunk by device: 64 MiB and 1 GiB in FP32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +52,17 @@ def vocab_shard(vocab_size: int, rows: int, rank: int, group: Any) -> VocabShard
 
 def head_logits(hidden_nH: Tensor, weight_VH: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Return this rank's logits [n, V_r] FP32, divided by the temperature, padding rows at -inf."""
-    logits = matmul_bf16_reference(hidden_nH, weight_VH, out_dtype=torch.float32)
+    with torch.no_grad():
+        logits = bf16_linear(hidden_nH, weight_VH, out_dtype=torch.float32)
     if temperature != 1.0:
         logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
     logits[:, shard.valid :] = -math.inf
     return logits
 
 
-def _row_chunks(num_rows: int, width: int) -> list[slice]:
-    step = max(1, CHUNK_ELEMENTS // max(1, width))
+def _row_chunks(hidden_nH: Tensor, weight_VH: Tensor) -> list[slice]:
+    num_rows = hidden_nH.shape[0]
+    step = max(1, CHUNK_ELEMENTS[hidden_nH.device.type] // max(1, weight_VH.shape[0]))
     return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
 
 
@@ -78,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
         wide = accumulate_dtype(hidden.device)
         logp, entropy, norm = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(3))
-        for rows in _row_chunks(hidden.shape[0], weight.shape[0]):
+        for rows in _row_chunks(hidden, weight):
             logits = head_logits(hidden[rows], weight, shard, temperature)
             top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
             shifted = logits.to(wide) - top.to(wide)[:, None]
@@ -90,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logp[rows] = picked - norm[rows]
             entropy[rows] = torch.log(total) - dot / total
         ctx.save_for_backward(hidden, weight, labels, norm)
-        ctx.shard, ctx.temperature = shard, temperature
+        ctx.shard, ctx.temperature, ctx.weight_ref = shard, temperature, weight
         out = logp.float(), entropy.float()
         ctx.mark_non_differentiable(out[1])
         return out
@@ -98,31 +101,36 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, norm = ctx.saved_tensors
-        wide = accumulate_dtype(hidden.device)
-        wide_weight = weight.to(wide)
+        wide, wanted = accumulate_dtype(hidden.device), ctx.needs_input_grad[1]
+        # Where GEMMs are exact in float64 the gradient of the logits stays there; on CUDA it is rounded to BF16, the GEMM's format.
+        operand = torch.float64 if wide is torch.float64 else torch.bfloat16
         dhidden = torch.empty_like(hidden)
-        dweight = weight.new_zeros(weight.shape, dtype=torch.float32)
-        for rows in _row_chunks(hidden.shape[0], weight.shape[0]):
-            logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).to(wide)
-            dlogits = torch.exp(logits - norm[rows, None]).neg_()
-            local = labels[rows] - ctx.shard.start
-            mine = (local >= 0) & (local < ctx.shard.valid)
-            dlogits[mine.nonzero().squeeze(1), local[mine]] += 1.0
-            dlogits *= grads[0][rows].to(wide)[:, None] / ctx.temperature
-            dhidden[rows] = (dlogits @ wide_weight).to(hidden.dtype)
-            dweight += (dlogits.t() @ hidden[rows].to(wide)).float()
-        return dhidden, _deliver(weight, dweight) if ctx.needs_input_grad[1] else None, None, None, None
+
+        def accumulate(out: Tensor | None) -> Tensor:
+            dweight = weight.new_zeros(weight.shape, dtype=torch.float32) if out is None else out
+            for rows in _row_chunks(hidden, weight):
+                logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).to(wide)
+                dlogits = torch.exp(logits - norm[rows, None]).neg_()
+                local = labels[rows] - ctx.shard.start
+                mine = (local >= 0) & (local < ctx.shard.valid)
+                dlogits.scatter_add_(1, local.clamp(0, dlogits.shape[1] - 1)[:, None], mine.to(wide)[:, None])
+                dlogits *= grads[0][rows].to(wide)[:, None] / ctx.temperature
+                dlogits = dlogits.to(operand)
+                dhidden[rows] = (dlogits @ weight.to(operand)).to(hidden.dtype)
+                if wanted:
+                    dweight += _fp32_product(dlogits.t(), hidden[rows].to(operand))
+            return dweight
+
+        if not wanted:
+            accumulate(weight.new_empty(0))
+            return dhidden, None, None, None, None
+        # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
+        return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True), None, None, None
 
 
-def _deliver(weight: Tensor, dweight: Tensor) -> Tensor:
-    """Add an FP32 gradient [V_r, H] to main_grad by Megatron's fusion convention, or return it in the weight's dtype."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return dweight.to(weight.dtype)
-    main_grad.add_(dweight)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # A weight shared with the embedding gets that gradient through autograd; zeros here leave it as it is.
-    return torch.zeros_like(weight)
+def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return A B in FP32, accumulated at least there."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
 
 
 def token_logprobs(

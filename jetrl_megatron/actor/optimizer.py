@@ -52,6 +52,8 @@ class ActorOptimizer:
             chunks,
             use_gloo_process_groups=False,
         )
+        for part in self._parts():
+            _choose_fused(part.optimizer)
         self._schedule = OptimizerParamScheduler(
             self._inner,
             init_lr=0.0,
@@ -105,6 +107,13 @@ class ActorOptimizer:
 
     def _parts(self) -> list[Any]:
         return list(getattr(self._inner, "chained_optimizers", [self._inner]))
+
+
+def _choose_fused(adam: torch.optim.Optimizer) -> None:
+    """On CUDA let torch's AdamW update everything in one kernel a group; Transformer Engine's and Apex's are fused by themselves."""
+    for group in adam.param_groups:
+        if isinstance(adam, torch.optim.AdamW | torch.optim.Adam) and all(p.is_cuda for p in group["params"]):
+            group["fused"], group["foreach"] = True, False
 
 
 def _shard_state(part: Any) -> dict[str, Any]:

@@ -57,8 +57,11 @@ class PackedContext(PackedSeqParams):
     """[T] int64; padding tokens have position 0."""
     segments: tuple[tuple[int, int], ...] = ()
     """Start and end of each real sequence in the packed axis; what lies outside is padding and attends to nothing."""
+    cu_seqlens: Tensor | None = None
+    """[S + 1] int32 on the device: segment bounds, with the padding behind them as one more segment (the GPU kernel wants every row
+    covered); None while decoding."""
     num_positions: int = 0
-    """Host-side bound, larger than every position."""
+    """Host-side bound, larger than every position and than the padding."""
     cache: KVCache | None = None
     slots_S: Tensor | None = None
     """[S] int64, cache slot of each segment."""
@@ -88,4 +91,11 @@ def packed_context(lengths: list[int], total: int, device: torch.device) -> tupl
         positions[start : start + length] = torch.arange(length)
     positions = positions.to(device)
     segments = tuple((s, s + n) for s, n in zip(starts, lengths, strict=False))
-    return PackedContext(positions_T=positions, segments=segments, num_positions=max([1, *lengths])), positions
+    bounds = [*starts, total] if starts[-1] < total else starts
+    context = PackedContext(
+        positions_T=positions,
+        segments=segments,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
+        num_positions=max([1, total - starts[-1], *lengths]),
+    )
+    return context, positions

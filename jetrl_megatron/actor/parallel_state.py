@@ -63,7 +63,7 @@ def initialize(parallel: ParallelConfig, device: torch.device, timeout_min: floa
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        create_gloo_process_groups=device.type == "cuda",
+        create_gloo_process_groups=False,
     )
     return Ranks(
         rank=rank,

@@ -25,13 +25,8 @@ def pack(session: Session, samples: Sequence[Sample]) -> list[TrainBatch]:
     lengths = [len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples]
     plan = plan_micro_batches(lengths, session.ranks.dp, parallel.micro_batch_toks, 128 * parallel.tp)
     weights = token_weights(samples, cfg.loss_norm)
-    batches = [build_train_batch(samples, indices, plan.length, weights) for indices in plan.indices[session.ranks.dp_rank]]
-    for batch in batches:
-        for name, value in vars(batch).items():
-            # Segment bounds stay on the host, which cuts the batch by them.
-            if isinstance(value, torch.Tensor) and name != "cu_seqlens_S":
-                setattr(batch, name, value.to(session.device))
-    return batches
+    mine = plan.indices[session.ranks.dp_rank]
+    return [build_train_batch(samples, indices, plan.length, weights).to(session.device) for indices in mine]
 
 
 def measure_mismatch(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tensor]) -> MismatchSums:

@@ -1,7 +1,8 @@
 """One forward without gradients through all pipeline stages and model chunks, for decoding.
 
-Enters: token ids [T] on every rank and a PackedContext. Leaves: hidden states [T, H] behind the final norm on the last stage, None elsewhere.
-T is a multiple of TP, so the same sequence-parallel path runs as in training. Stages hand over [T/TP, 1, H] BF16 point to point.
+Enters: token ids [T] on every rank and a PackedContext. Leaves: hidden states [T, H] behind the final norm on the last stage, None
+elsewhere. T is a multiple of TP, so the same sequence-parallel path runs as in training. Stages hand over [T/TP, 1, H] BF16 point to
+point.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Drawing a token from logits: temperature, top-k, top-p, greedy; one uniform number a token from a generator of the request's own.
 
-Enters: full-vocabulary logits [B, V] FP32 (already divided by the temperature; padding at -inf) and uniforms [B]. Leaves: token ids [B] and, where
-the distribution was truncated, the log-probs [B] under the renormalised one. Invariant: row b depends on row b alone.
+Enters: full-vocabulary logits [B, V] FP32 (already divided by the temperature; padding at -inf) and uniforms [B]. Leaves: token ids [B]
+and, where the distribution was truncated, the log-probs [B] under the renormalised one. Invariant: row b depends on row b alone.
 """
 
 import hashlib

@@ -71,7 +71,8 @@ def batches_of(samples: list[Sample], actor: Actor, micro_batch_toks: int) -> li
     lengths = [len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples]
     plan = plan_micro_batches(lengths, actor.ranks.dp, micro_batch_toks, 128 * actor.ranks.tp)
     weights = token_weights(samples, LossNorm.token)
-    return [build_train_batch(samples, indices, plan.length, weights) for indices in plan.indices[actor.ranks.dp_rank]]
+    mine = plan.indices[actor.ranks.dp_rank]
+    return [build_train_batch(samples, indices, plan.length, weights).to(actor.device) for indices in mine]
 
 
 def weighted_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -138,7 +139,7 @@ def _holds_tied_embedding(chunk: PolicyModel) -> bool:
 
 
 def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
 
 
 def _gather_gradients(actor: Actor) -> None:

@@ -1,0 +1,281 @@
+"""`jetrl bench step`: the actor's update step and its reference forward, BF16 against the FP8 flow, in one run on the same random weights.
+
+Enters: a model shape, a layout (run it under torchrun for more than one rank), packed tokens. Leaves: for each arm the milliseconds of
+forward + backward, optimizer, quantisation and the log-prob forward, the peak memory, and where the device time of one step went by
+kind of kernel. Invariant: every arm runs the same Megatron model, schedule and optimizer; only the precision of the linears differs.
+Weights are random, so nothing is learned here. Left out: rollout, rewards and weight sync.
+"""
+
+import argparse
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.actor import parallel_state
+from jetrl_megatron.actor.device import local_device, megatron_scope
+from jetrl_megatron.actor.model import build_chunks, model_layout, transformer_config
+from jetrl_megatron.actor.optimizer import ActorOptimizer, wrap_chunks
+from jetrl_megatron.actor.pipeline_step import PipelineStep
+from jetrl_megatron.actor.sides import FlowSides
+from jetrl_megatron.bench.shapes import MODELS
+from jetrl_megatron.bench.timing import machine, print_table, write_json
+from jetrl_megatron.config import Arm, Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
+from jetrl_megatron.contracts import TrainBatch
+from jetrl_megatron.fp8 import resolve_backend
+
+VOCAB = 151_936
+KINDS = (
+    ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
+    ("attention", r"flash|fmha|attention"),
+    ("quantise", r"quantize|transpose|_tile|cast_kernel|row_kernel|weight_kernel"),
+    ("gemm", r"gemm|nvjet|cutlass|xmma|cublas"),
+    ("optimizer", r"multi_tensor|foreach|adam"),
+)
+"""Kinds of kernel by name, first match wins; what matches none is elementwise work, norms and copies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """What is timed."""
+
+    arch: ModelArchitecture
+    parallel: ParallelConfig
+    tokens: int
+    seqs: int
+    micro_batches: int
+    repeats: int
+
+
+def architecture(name: str, layers: int) -> ModelArchitecture:
+    """Return the architecture of a named shape with `layers` layers."""
+    shape = MODELS[name]
+    return ModelArchitecture(
+        family="qwen3",
+        num_layers=layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        vocab_size=VOCAB,
+        max_positions=40_960,
+        rms_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        qkv_bias=False,
+        qk_norm=True,
+        tie_embeddings=False,
+    )
+
+
+def random_batch(case: StepCase, device: torch.device, seed: int) -> TrainBatch:
+    """Return one packed micro-batch of equal sequences, the second half of each a response."""
+    generator = torch.Generator().manual_seed(seed)
+    total, each = case.tokens, case.tokens // case.seqs
+    tokens = torch.randint(0, case.arch.vocab_size, (total,), generator=generator)
+    positions = torch.arange(total) % each
+    mask = (positions >= each // 2).float() * (positions < each - 1)
+    on_device: dict[str, torch.Tensor] = {
+        "tokens_T": tokens,
+        "positions_T": positions,
+        "labels_T": tokens.roll(-1),
+        "loss_mask_T": mask,
+        "loss_weight_T": mask / mask.sum(),
+        "advantages_T": torch.randn(total, generator=generator),
+        "rollout_logprobs_T": torch.zeros(total),
+    }
+    bounds = torch.arange(0, total + 1, each, dtype=torch.int32)
+    moved: dict[str, Any] = {name: value.to(device) for name, value in on_device.items()}
+    return TrainBatch(**moved, cu_seqlens_S=bounds, max_seqlen=each, num_real_toks=total)
+
+
+class TimedActor:
+    """Model, optimizer and caches of one arm with random weights.
+
+    Args:
+        case: what is timed. precision: the arm. ranks: this process's place. device: where it runs.
+    """
+
+    def __init__(self, case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> None:
+        """Build and initialise; the same seed gives every arm the same weights."""
+        config = transformer_config(case.arch, case.parallel, precision.row_parallel, device)
+        config.finalize_model_grads_func = _finalize
+        layout = model_layout(case.parallel, precision.row_parallel)
+        chunks = build_chunks(case.arch, config, layout, ranks, trainable=True)
+        torch.manual_seed(17 + ranks.rank)
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    if parameter.dim() > 1:
+                        parameter.normal_(0.0, 0.02)
+        self.wrapped = wrap_chunks(config, chunks)
+        self.optimizer = ActorOptimizer(OptimConfig(lr=1e-6), self.wrapped, 1000)
+        backend = resolve_backend(Backend.auto, device)
+        self.sides = FlowSides(chunks, arch=case.arch, layout=layout, precision=precision, backend=backend, pp_rank=ranks.pp_rank)
+        self.sides.refresh()
+        self.steps = PipelineStep(self.wrapped, case.arch.vocab_size, 1.0)
+
+    def gradients(self, batches: list[TrainBatch]) -> None:
+        """Run forward and backward of all micro-batches, with the gradient reduction."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.steps.train(batches, _loss)
+
+    def update(self) -> None:
+        """Clip, step, write BF16 parameters."""
+        self.sides.invalidate()
+        self.optimizer.step()
+
+
+def _finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -(logp * batch.advantages_T * batch.loss_weight_T).sum(), {}
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one call, the device drained before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def time_arm(case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> dict[str, Any]:
+    """Return medians in milliseconds, peak memory and device time by kind of kernel; the arm's memory is free again afterwards."""
+    with megatron_scope(device):
+        result = _time_built(case, TimedActor(case, precision, ranks, device), device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def _time_built(case: StepCase, actor: TimedActor, device: torch.device) -> dict[str, Any]:
+    batches = [random_batch(case, device, seed) for seed in range(case.micro_batches)]
+    runs: dict[str, Callable[[], object]] = {
+        "forward_backward_ms": lambda: actor.gradients(batches),
+        "optimizer_ms": actor.update,
+        "quantise_weights_ms": actor.sides.refresh,
+        "logprob_forward_ms": lambda: actor.steps.logprobs(batches),
+    }
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    rows: list[dict[str, float]] = [{name: _timed(run, device) for name, run in runs.items()} for _ in range(case.repeats + 2)]
+    medians = {name: statistics.median(row[name] for row in rows[2:]) for name in runs}
+    spread = {f"{name}_spread": max(row[name] for row in rows[2:]) - min(row[name] for row in rows[2:]) for name in runs}
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    kinds = _kernel_kinds(actor, batches) if device.type == "cuda" else {}
+    update = sum(medians[name] for name in ("forward_backward_ms", "optimizer_ms", "quantise_weights_ms"))
+    return {"update_ms": update, **medians, **spread, "peak_gib": peak, "kernel_ms": kinds}
+
+
+def _kernel_kinds(actor: TimedActor, batches: list[TrainBatch]) -> dict[str, float]:
+    """Milliseconds of device time of one update step by kind of kernel (see KINDS)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        actor.gradients(batches)
+        actor.update()
+        actor.sides.refresh()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        name = event.key.lower()
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "elementwise, norms, copies")
+        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e3
+    return {kind: round(value, 2) for kind, value in sorted(found.items(), key=lambda item: -item[1])}
+
+
+def _arms(names: list[str]) -> dict[str, PrecisionConfig]:
+    """Return the precision of each named arm: `bf16`, `jetrl`, or `jetrl+KEY=VALUE` for an ablation key of the precision section."""
+    arms = {}
+    for name in names:
+        base, _, change = name.partition("+")
+        precision = PrecisionConfig(arm=Arm(base))
+        if change:
+            key, _, value = change.partition("=")
+            precision = replace(precision, **{key: type(getattr(precision, key))(value)})
+        arms[name] = precision
+    return arms
+
+
+def main(argv: list[str]) -> int:
+    """Time every arm and print the table on rank 0; returns 0."""
+    parser = argparse.ArgumentParser(prog="jetrl bench step", description="The actor's update step, BF16 against FP8.")
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--tokens", type=int, default=8192, help="packed tokens of one micro-batch")
+    parser.add_argument("--seqs", type=int, default=1, help="sequences in a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--recompute", choices=["none", "full"], default="none")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=blocks, ..."
+    )
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args(argv)
+    device = local_device()
+    parallel = ParallelConfig(tp=args.tp, pp=args.pp, micro_batch_toks=args.tokens, recompute=Recompute(args.recompute))
+    ranks = parallel_state.initialize(parallel, device)
+    case = StepCase(
+        arch=architecture(args.model, args.layers),
+        parallel=parallel,
+        tokens=args.tokens,
+        seqs=args.seqs,
+        micro_batches=args.micro_batches,
+        repeats=args.repeats,
+    )
+    where = machine() if device.type == "cuda" else {"device": "cpu"}
+    records: list[dict[str, object]] = []
+    for name, precision in _arms(args.arms).items():
+        result = time_arm(case, precision, ranks, device)
+        records.append({"bench": "step", "arm": name, **vars(args), **where, "ranks": ranks.world, "dp": ranks.dp, **result})
+    if ranks.is_logger:
+        _report(records)
+        if args.json:
+            write_json(args.json, records)
+    dist.barrier()
+    parallel_state.destroy()
+    return 0
+
+
+def _report(records: list[dict[str, Any]]) -> None:
+    """Print medians with the speed-up over the first arm."""
+    base, rows = records[0], []
+    columns = (
+        "arm",
+        "update_ms",
+        "x",
+        "forward_backward_ms",
+        "optimizer_ms",
+        "quantise_weights_ms",
+        "logprob_forward_ms",
+        "x logprob",
+        "peak_gib",
+    )
+    for r in records:
+        numbers = {name: round(r[name], 2) for name in columns if name in r and name != "arm"}
+        speed = {
+            "x": round(base["update_ms"] / r["update_ms"], 3),
+            "x logprob": round(base["logprob_forward_ms"] / r["logprob_forward_ms"], 3),
+        }
+        rows.append({"arm": r["arm"], **numbers, **speed})
+    print_table(f"update step, {base['model']} shape, {base['layers']} layers, tp{base['tp']} pp{base['pp']}", columns, rows)
+    for r in records:
+        print(f"{r['arm']}: device ms of one step by kind: {r['kernel_ms']}")
