@@ -40,7 +40,7 @@ def bf16_linears(actor, side):
         (("model.layers.0.*", "*.o_proj"), {n for n in EVERY if ".0." in n or "proj" in n}),
         (("*",), EVERY),
     ],
-    ids=str,
+    ids=["none", "one linear", "a merged layer", "globs over layers", "all"],
 )
 def test_named_layers_run_bf16_on_both_sides_and_no_other(qwen3_dir, globs, bf16):
     with single_rank_actor(qwen3_dir, PrecisionConfig(bf16_layers=globs)) as actor:
