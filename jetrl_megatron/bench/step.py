@@ -35,11 +35,12 @@ VOCAB = 151_936
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
     ("attention", r"flash|fmha|attention"),
-    ("quantise", r"quantize|transpose|_tile|cast_kernel|row_kernel|weight_kernel"),
+    ("quantise", r"^_?(row|tile|transpose|rstd|accumulate)_kernel"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas"),
     ("optimizer", r"multi_tensor|foreach|adam"),
 )
-"""Kinds of kernel by name, first match wins; what matches none is elementwise work, norms and copies."""
+"""Kinds of kernel by name, first match wins; what matches none is elementwise work, norms and copies. `quantise` is every Triton kernel of
+`jetrl_megatron.fp8`: the quantisers with their transpose and norm statistics, and the pass that adds dW into main_grad."""
 
 
 @dataclass(frozen=True, kw_only=True)
