@@ -136,10 +136,10 @@ class CoreAttention(Module):
         """Attend within every segment in one kernel; padding attends to itself and counts nowhere."""
         from torch.nn.attention.varlen import varlen_attn
 
-        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         bounds, longest = ctx.cu_seqlens, ctx.num_positions
         assert bounds is not None
-        return varlen_attn(
+        out = varlen_attn(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -151,6 +151,8 @@ class CoreAttention(Module):
             window_size=(-1, 0),
             **grouped,
         )
+        assert isinstance(out, Tensor), type(out)
+        return out
 
     def _by_segment(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
         """Attend sequence by sequence in the accumulation type; the output of padding is 0."""
