@@ -52,6 +52,18 @@ def test_the_readmes_numbers_of_the_demo_are_those_of_the_result_files():
     assert float(rows["largest of any token"][2]) == 0.0
 
 
+def test_the_readmes_numbers_of_the_linears_are_those_of_the_result_files():
+    section = (ROOT / "README.md").read_text().split("## Results", 1)[1].split("\n## ", 1)[0]
+    records = [json.loads(line) for line in (ROOT / "results/fp8-h200/linear.jsonl").read_text().splitlines()]
+    for model in ("Qwen3-8B", "Qwen3-14B", "Qwen3-32B"):
+        bf16, groups, blocks = (
+            sum(r["median_ms"] for r in records if r["model"] == model.lower() and r.get("variant") == variant)
+            for variant in ("bf16 main_grad", "ours groups main_grad", "ours blocks main_grad")
+        )
+        row = f"| {model} | {bf16:.2f} | {groups:.2f} ({bf16 / groups:.2f}x) | {blocks:.2f} ({bf16 / blocks:.2f}x) |"
+        assert row in section
+
+
 def test_every_mark_that_tests_use_is_declared():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     declared = {line.split(":")[0] for line in options["markers"]}
