@@ -122,7 +122,7 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
         if not file.is_file():
             raise ValueError(f"{child}: defaults names {parent!r}, but {file} does not exist; name a recipe beside this one")
         if file.resolve() in [known.resolve() for known, _ in chain]:
-            names = " -> ".join(name for name in [*(known.name for known, _ in reversed(chain)), file.name])
+            names = " -> ".join([*(known.name for known, _ in reversed(chain)), file.name])
             raise ValueError(f"{child}: defaults names {parent!r}, which closes a circle ({names}); remove one of these lines")
         chain.insert(0, (file, _read(file)))
 

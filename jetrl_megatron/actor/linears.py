@@ -13,7 +13,7 @@ contraction is cut and every TP degree gives the same bits. `k_split`: the usual
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import mappings
@@ -24,8 +24,7 @@ from torch.nn import Module, Parameter
 
 from jetrl_megatron.config import Backend, LinearPrecision, RowParallel
 from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, fp8_linear
-
-Side = Literal["train", "rollout"]
+from jetrl_megatron.fp8.precision import Side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class SideFlow:
 class FlowLinear:
     """Mixin: the local GEMM of a linear layer on the side that is active.
 
-    Attributes set after construction by `sides.attach`: `flow_name` (key in the weight cache), `flow_sides`, `flow_side`, `row_order`.
+    Attributes set after construction by `FlowSides`: `flow_name` (key in the weight cache), `flow_sides`, `flow_side`, `row_order`.
     """
 
     flow_name: str = ""
@@ -92,7 +91,10 @@ class FlowRowParallelLinear(FlowLinear, Module):
         input_size: K, over all TP ranks.
         output_size: N, over all TP ranks.
         config: the actor's transformer config.
+        init_method: fills the weight where `config.perform_initialization` is set.
         bias: must be False: none of the families has one here.
+        input_is_parallel: must be True: X comes cut along K.
+        tp_group: the tensor-parallel group.
 
     Raises:
         ValueError: when a bias is asked for.

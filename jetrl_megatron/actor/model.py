@@ -151,12 +151,11 @@ def _mark_sharded(chunk: PolicyModel) -> None:
 
     The gradient norm counts an unmarked parameter on TP rank 0 alone.
     """
-    for module in chunk.modules():
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
-            for parameter in module.parameters(recurse=False):
-                if not getattr(parameter, "tensor_model_parallel", False):
-                    _clear_marks(parameter)
-                    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    cut = [module for module in chunk.modules() if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding)]
+    for parameter in (parameter for module in cut for parameter in module.parameters(recurse=False)):
+        if not getattr(parameter, "tensor_model_parallel", False):
+            _clear_marks(parameter)
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
 
 def _clear_marks(parameter: Tensor) -> None:

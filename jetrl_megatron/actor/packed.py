@@ -42,11 +42,6 @@ class KVCache:
                 for tensor in pair:
                     tensor[targets, :length] = tensor[source, :length]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
-
 
 @dataclass
 class PackedContext(PackedSeqParams):

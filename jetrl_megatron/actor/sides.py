@@ -13,10 +13,11 @@ from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, fp8_modules, stage_layers
-from jetrl_megatron.actor.linears import FlowLinear, Side, SideFlow
+from jetrl_megatron.actor.linears import FlowLinear, SideFlow
 from jetrl_megatron.actor.model import PolicyModel
 from jetrl_megatron.config import Arm, Backend, LinearPrecision, PrecisionConfig
 from jetrl_megatron.fp8 import GemmPrecision, WeightCache
+from jetrl_megatron.fp8.precision import Side
 
 _HF_OF = {
     "self_attention.linear_qkv": "self_attn.q_proj",

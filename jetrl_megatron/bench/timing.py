@@ -1,7 +1,7 @@
 """How a number is measured: device events around each call, medians, the machine and the ceilings beside it.
 
 Enters: functions that launch device work. Leaves: `Timing`s, and records for the table and the JSON lines.
-Left out: what is measured (quant.py, linear.py).
+Left out: what is measured (quant.py, linear.py, step.py and the engine benches).
 """
 
 import json
@@ -22,11 +22,6 @@ class Timing:
     p10_ms: float
     p90_ms: float
     repeats: int
-
-    @property
-    def spread(self) -> float:
-        """(p90 - p10) / median."""
-        return (self.p90_ms - self.p10_ms) / self.median_ms
 
 
 def measure(run: Callable[[], object], repeats: int = 20, warmup: int = 3, batch: int = 1, graph: bool = False) -> Timing:
@@ -93,7 +88,7 @@ def require_cuda(what: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[dict[str, object]]) -> None:
-    """Print a Markdown table of `rows` under `title`; floats get three significant decimals."""
+    """Print a Markdown table of `rows` under `title`; floats get three decimals."""
     print(f"\n### {title}\n| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for row in rows:
         cells = [row.get(c, "") for c in columns]

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from jetrl_megatron.config import GrpoConfig
 from jetrl_megatron.contracts import Sample, TrainBatch
-from jetrl_megatron.grpo.batch import build_train_batch, token_weights, unpack_per_position
+from jetrl_megatron.grpo.batch import build_train_batch, token_weights
 from jetrl_megatron.grpo.loss import metrics_from_sums, policy_loss
 from jetrl_megatron.grpo.mismatch import MismatchSums, mismatch_sums
 from jetrl_megatron.grpo.packing import plan_micro_batches, split_minibatches
@@ -44,7 +45,7 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
     """Take the optimizer steps of one rollout batch; returns metrics of the step (see `metrics.STEP_KEYS` for the required ones)."""
     cfg, actor = session.recipe.grpo, session.actor
     minibatches = [pack(session, [samples[i] for i in part]) for part in split_minibatches(len(samples), cfg.minibatches)]
-    # One call for everything: micro-batches of different minibatches may have different packed lengths, so one call a minibatch.
+    # One call a minibatch: those of another may have another packed length.
     with session.phases("logprobs"):
         old = [actor.logprobs(batches) for batches in minibatches]
         for batches, pairs in zip(minibatches, old, strict=True):
@@ -55,8 +56,7 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
     if cfg.kl_coef > 0:
         with session.phases("reference"):
             for batches in minibatches:
-                for batch, logp in zip(batches, actor.reference_logprobs(batches), strict=True):
-                    batch.ref_logprobs_T = logp
+                _add_reference(batches, actor.reference_logprobs(batches))
     norms: list[float] = []
     lr = 0.0
     sums: dict[str, torch.Tensor] = {}
@@ -71,7 +71,14 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
     return {**mismatch, **metrics_from_sums(sums), "grad_norm": max(norms), "lr": lr, **_rollout_numbers(samples)}
 
 
-def _policy_loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch, *, cfg: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _add_reference(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tensor]) -> None:
+    for batch, logp in zip(batches, logprobs, strict=True):
+        batch.ref_logprobs_T = logp
+
+
+def _policy_loss(
+    logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch, *, cfg: GrpoConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return policy_loss(logp, batch, cfg, entropy_T=entropy)
 
 
@@ -84,11 +91,3 @@ def _rollout_numbers(samples: Sequence[Sample]) -> dict[str, float]:
         "truncated_share": sum(s.completion.finish_reason == "length" for s in samples) / count,
         "zero_advantage_share": sum(s.advantage == 0.0 for s in samples) / count,
     }
-
-
-def per_sample(values: Sequence[torch.Tensor], batches: Sequence[TrainBatch], samples: Sequence[Sample]) -> dict[int, torch.Tensor]:
-    """Return per-position values of micro-batches by sample index, aligned with the completion's tokens."""
-    found: dict[int, torch.Tensor] = {}
-    for value, batch in zip(values, batches, strict=True):
-        found.update(unpack_per_position(value, batch, samples))
-    return found
