@@ -10,7 +10,7 @@ The tour, in the order the data flows; each package's docstring says which file 
 - `grpo`: rewards, advantages, batches, loss, mismatch.
 - `loop`: the parts of one run; `train`: the loop itself; `evaluate`: a model on a benchmark; `metrics`: what a step reports.
 - `run`: run directory, checkpoints, signals, records, report, local launch.
-- `cli`, `expected_warnings`: the command `jetrl`. `bench`: timings of kernels and linears.
+- `cli`, `expected_warnings`: the command `jetrl`. `bench`: timings of kernels, linears, the update step and engines.
 
 The sibling package `conversion` moves weights between Hugging Face and any layout of the actor. Nothing is imported here.
 """

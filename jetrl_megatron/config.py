@@ -85,6 +85,7 @@ class RunConfig:
     grace_s: float = 60.0
     """Seconds after SIGTERM in which the run must have saved and left."""
     deterministic: bool = True
+    """torch's deterministic algorithms; an operation that has none fails on a CPU and is warned of on CUDA."""
 
     def __post_init__(self) -> None:
         """Check ranges."""

@@ -1,12 +1,14 @@
 """The actor: model, optimizer and weight caches of one rank behind a few verbs.
 
 Enters: a recipe, a Hugging Face directory, the ranks. Leaves: `train_step` (forward, backward, update, quantise), `logprobs`,
-`reference_logprobs`, `state_dict`, `export_hf`. The local rollout engine decodes with this object's own chunks.
+`reference_logprobs`, `state_dict`. The local rollout engine decodes with this object's own chunks. Left out: files of any kind but the
+weights to start from (loop/persist.py).
 
 Order inside `train_step`, which is the invariant of the loop: gradients of all micro-batches, reduction, clip and AdamW on FP32
 masters, BF16 parameters, then one quantisation of every FP8 weight; only then does the version grow.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -151,11 +153,9 @@ class Actor:
         self.sides.refresh()
 
     def weights_digest(self) -> str:
-        """Return the SHA-256 over this rank's FP8 bytes, or over its BF16 parameters where no side is FP8."""
+        """Return in hex the SHA-256 of each cache's FP8 bytes on this rank, joined, or of its BF16 parameters where no side is FP8."""
         if self.sides.caches:
             return "".join(cache.digest() for cache in self.sides.caches.values())
-        import hashlib
-
         sha = hashlib.sha256()
         for chunk in self.chunks:
             for _, p in sorted(chunk.named_parameters()):

@@ -1,4 +1,4 @@
-"""The linear layers that are timed: (N, K) of the four fused linears of a decoder layer at TP 1."""
+"""The shapes that are timed: dimensions of a decoder layer, and (N, K) of its four fused linears at TP 1."""
 
 from dataclasses import dataclass
 

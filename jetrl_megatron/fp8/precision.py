@@ -1,7 +1,7 @@
 """`GemmPrecision`: what one side's linear layers run in, resolved from the recipe once.
 
 Enters: `PrecisionConfig`. Leaves: the switches that linear.py, weight_cache.py and the precision-flow check read.
-Left out: which layers stay BF16 by name (the layer spec reads `bf16_layers`), and which library runs the kernels (backend.py).
+Left out: which layers stay BF16 by name (actor/sides.py reads `bf16_layers`), and which library runs the kernels (backend.py).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
 """Quantisers fused with the operation before them: RMSNorm and SwiGLU.
 
-Enters: BF16 inputs of the norm or of the activation. Leaves: the FP8 operands of the next linear layer, and the rstd that norm's backward
-needs. The BF16 result never goes to memory: for [R, C] this saves 4 bytes an element of traffic.
+Enters: BF16 inputs of the norm or of the activation. Leaves: the FP8 operands of a linear layer behind them, and the rstd that a backward
+of the norm needs. The BF16 result never goes to memory: for [R, C] this saves 4 bytes an element of traffic.
 Invariant: the codes are those of quantising the BF16 values that the unfused operation gives (triton_source.py has the roundings).
-Left out: the backward of norm and SwiGLU (actor/), which reads the inputs again.
+Left out: a backward of norm and SwiGLU. The actor does not call these yet: it runs norm, activation and quantiser one after the other.
+`bench quant` times these.
 
 Legend: R rows, C columns of the quantised matrix.
 """

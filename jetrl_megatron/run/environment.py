@@ -37,7 +37,7 @@ _SECRET = ("KEY", "PASS", "SECRET", "TOKEN", "CREDENTIAL")
 def describe_environment(argv: list[str], seed: int, device: str) -> dict[str, Any]:
     """Describe this start.
 
-    argv: the command line. seed: the recipe's. device: what the actor runs on, as its driver names it ("cpu" otherwise).
+    argv: the command line. seed: the recipe's. device: what the actor runs on, as torch names it (`cpu`, `cuda:0`).
     """
     return {
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

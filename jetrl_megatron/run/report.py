@@ -21,7 +21,8 @@ def summarise(records: Sequence[Record], arm: str, total_s: float) -> dict[str, 
     """Condense the records.
 
     total_s: wall seconds of this start. `reward_before` and `reward_after` are the first and last "eval" record's `reward`, null
-    without one. `logprob_abs_diff` is the mean over tokens of all steps weighted by step, `_max` the largest of any token.
+    without one. `logprob_abs_diff_mean` is the mean over steps of each step's mean over tokens, `logprob_abs_diff_max` the largest of any
+    token.
     """
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]

@@ -4,9 +4,10 @@ Enters: a recipe. Leaves: the directory with `recipe.yaml` (every key, resolved)
 durable before step 0. Layout:
 
     recipe.yaml  environment.jsonl  records.jsonl  checkpoints/  tensorboard/  hf/  curves.png  summary.json  run.lock
+    initial_model/ (a synthetic model)  warm_start/ (the weights it left)  engines/ (logs of servers)  engine_weights/ (what they load)
 
 Invariant: two starts in one directory differ at most in how long the run is and what it saves and logs; two processes never run in it at
-the same time (a POSIX lock, which the system drops when the process dies).
+the same time (a POSIX lock, which the system drops when the process dies; a file system without locks is warned of and goes unguarded).
 """
 
 import errno
