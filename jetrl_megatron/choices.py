@@ -30,7 +30,11 @@ class LinearPrecision(Enum):
 
 
 class SavedActivation(Enum):
-    """What the forward keeps of X for wgrad (numerics: the three GEMMs)."""
+    """What the forward keeps of X for wgrad.
+
+    `fp8_dual`: a second FP8 copy, scaled along T, made of the same BF16 values. `fp8_requant`: the copy that fprop read; the backward
+    dequantises it and quantises along T, two roundings. `bf16`: X itself, quantised along T in the backward.
+    """
 
     fp8_dual = "fp8_dual"
     fp8_requant = "fp8_requant"

@@ -1,7 +1,7 @@
 """SwiGLU's gate: silu in high precision, one rounding to BF16, then the BF16 product with the up half (done by Megatron's MLP).
 
 Enters: gate half [..., F] BF16. Leaves: silu(gate) [..., F] BF16. Invariant: elementwise, so equal at any batch size. The product after
-the rounding is what the rollout engine computes too (numerics: the arithmetic around the GEMMs).
+the rounding is what the rollout engine computes too.
 """
 
 import torch

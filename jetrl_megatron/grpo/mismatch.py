@@ -6,7 +6,7 @@ Enters: two log-probs for each token, and a mask. Leaves: with d = rollout - tra
     k3_kl = mean(exp(-d) - 1 + d)      outside_share = share of tokens with exp(-d) outside [0.5, 2]
 
 Everything is accumulated in float64 as sums, so that ranks and micro-batches can be added up exactly as one batch would be.
-Source: design of the ladder of exactness; k3 from http://joschu.net/blog/kl-approx.html.
+Source of k3: http://joschu.net/blog/kl-approx.html.
 """
 
 import math
