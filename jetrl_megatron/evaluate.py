@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from jetrl_megatron.config import ModelConfig, ParallelConfig, Recipe
+from jetrl_megatron.config import Engine, ModelConfig, ParallelConfig, Recipe
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.held_out import evaluate
 from jetrl_megatron.loop.setup import build_actor, open_session
@@ -48,6 +48,7 @@ def recipe_for(model: Path, data: str, overrides: list[str], scratch: Path) -> R
         parallel=ParallelConfig(micro_batch_toks=recipe.parallel.micro_batch_toks),
         data=replace(recipe.data, train=(), eval=(data,)),
         run=replace(recipe.run, dir=str(scratch / "session"), tensorboard=False, wandb=False),
+        rollout=replace(recipe.rollout, engine=Engine.local),
         grpo=replace(recipe.grpo, kl_coef=0.0),
     )
 

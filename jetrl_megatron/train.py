@@ -7,6 +7,7 @@ drawn with version v only after the optimizer step that made v has written BF16 
 itself from the newest complete checkpoint and then continues bit for bit as if it had not stopped.
 """
 
+import sys
 import time
 
 from jetrl_megatron.config import Recipe
@@ -123,5 +124,5 @@ def _stop(session: Session, store: CheckpointStore, step: int, metrics: Metrics 
         save(session, store, step)
     if metrics is not None:
         metrics.close()
-        print(f"stopped by a signal after step {step}; start the same command again to go on", flush=True)
+        print(f"stopped by a signal after step {step}; start the same command again to go on", file=sys.stderr, flush=True)
     return False

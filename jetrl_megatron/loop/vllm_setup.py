@@ -17,7 +17,7 @@ from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.rollout.compat import request_fields, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, MIN_KEY_CHARS
 from jetrl_megatron.rollout.vllm_client import EngineClient
-from jetrl_megatron.rollout.vllm_engine import RunGroup, VllmEngine
+from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine
 from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
 from jetrl_megatron.rollout.vllm_server import ServerSpec, VllmServer, new_key
 from jetrl_megatron.sync.disk import DiskTransport
@@ -40,16 +40,14 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
     pool = _pool(recipe, actor, run_dir, source_dir) if group.rank == 0 else None
     transport = _transport(cfg, actor, group, run_dir, source_dir)
     publisher = Publisher(actor, pool, transport, group, everywhere=cfg.transport is Transport.ipc)
-    engine = VllmEngine(
-        pool,
-        group,
+    place = Place(
         replica=actor.ranks.dp_rank,
         is_leader=is_replica_leader(),
         max_positions=actor.arch.max_positions,
         slots=cfg.max_num_seqs,
         max_repeats=cfg.max_repeats,
-        push_again=lambda: _again(publisher),
     )
+    engine = VllmEngine(pool, group, place, lambda: _again(publisher))
     return engine, publisher
 
 

@@ -6,6 +6,7 @@ from its seed.
 """
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,11 @@ def run_warm_start(session: Session, stop: StopSignal) -> bool:
         if step % PROGRESS_EVERY == 0 or step == cfg.steps:
             total = add_up(sums)
             if session.ranks.is_logger:
-                print(f"warm start {step}/{cfg.steps}  loss {float(total['nll'] / total['toks']):.3f} nats a token", flush=True)
+                print(
+                    f"warm start {step}/{cfg.steps}  loss {float(total['nll'] / total['toks']):.3f} nats a token",
+                    file=sys.stderr,
+                    flush=True,
+                )
     session.actor.version = 0
     export_hf(session, warm_start_dir(session))
     return True

@@ -63,8 +63,10 @@ def test_a_package_imports_only_what_lies_below_it(package):
 
 def test_nothing_but_the_command_line_imports_the_loop():
     packages = [p.name for p in (ROOT / "jetrl_megatron").iterdir() if (p / "__init__.py").exists()]
+    # The benches are commands of their own: they start servers and runs as the command line does.
+    above = {"loop", "bench"}
     below = {package for package in packages if imports_of(package)[0] & UPPER}
-    assert below == set()
+    assert below <= above and "loop" in packages
     assert "train" not in imports_of("evaluate")[0]
 
 
