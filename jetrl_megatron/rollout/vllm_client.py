@@ -77,7 +77,7 @@ class EngineClient:
             **self.fields,
         }
 
-    def healthy(self, timeout_s: float = 5.0) -> bool:
+    def healthy(self, timeout_s: float = 20.0) -> bool:
         """Ask whether the server and its engine live."""
         try:
             self._call("GET", "/health", None, timeout_s)

@@ -10,6 +10,7 @@ engine's logits depend on what else is in the batch, so do its draws.
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -80,40 +81,41 @@ class RunGroup:
         return value
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands, and what its requests may be."""
+
+    replica: int
+    """Data-parallel rank."""
+    is_leader: bool
+    """Whether this rank's requests count: one rank a replica."""
+    max_positions: int
+    """The model's context."""
+    slots: int
+    """Requests that one server takes at a time."""
+    max_repeats: int
+    """How often a request may be sent again."""
+
+
 class VllmEngine:
     """RolloutEngine over HTTP.
 
-    pool: on rank 0, None elsewhere. group: all ranks. replica: this rank's data-parallel rank. is_leader: whether its requests count (one
-    rank a replica). max_positions: the model's context. slots: requests that one server takes at a time. max_repeats: see Dispatcher.
-    push_again: a weight push, called on every rank together, for servers that came back without weights.
+    pool: on rank 0, None elsewhere. group: all ranks. place: this rank's. push_again: a weight push, called on every rank together, for
+    servers that came back without weights.
     """
 
-    def __init__(
-        self,
-        pool: ServerPool | None,
-        group: RunGroup,
-        *,
-        replica: int,
-        is_leader: bool,
-        max_positions: int,
-        slots: int,
-        max_repeats: int,
-        push_again: Callable[[], None],
-    ) -> None:
+    def __init__(self, pool: ServerPool | None, group: RunGroup, place: Place, push_again: Callable[[], None]) -> None:
         """Keep the parts."""
         assert (pool is not None) == (group.rank == 0), group.rank
-        self.pool, self._group = pool, group
-        self._replica, self._is_leader = replica, is_leader
-        self._max_positions, self._slots, self._max_repeats = max_positions, slots, max_repeats
-        self._push_again = push_again
+        self.pool, self._group, self._place, self._push_again = pool, group, place, push_again
         self.counts: DispatchCounts | None = None
         """Of the last `generate`; on rank 0."""
 
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> list[Completion]:
         """Draw one completion for each request, in order; collective over all ranks of the run. See `RolloutEngine.generate`."""
-        shares = self._group.to_first((self._replica, list(requests)) if self._is_leader else None)
+        shares = self._group.to_first((self._place.replica, list(requests)) if self._place.is_leader else None)
         by_replica = self._lead(shares, params, seed) if shares is not None else self._follow()
-        return list(by_replica[self._replica])
+        return list(by_replica[self._place.replica])
 
     def _lead(self, shares: list[Any], params: SamplingParams, seed: int) -> dict[int, list[Completion]]:
         """On rank 0: dispatch everything; every way out of here sends the other ranks a last word."""
@@ -137,7 +139,7 @@ class VllmEngine:
             word = self._group.from_first(None)
             if word[0] != _PUSH:
                 result: dict[int, list[Completion]] = self._group.result_of(word, None)
-                result.setdefault(self._replica, [])
+                result.setdefault(self._place.replica, [])
                 return result
             self._push_again()
 
@@ -145,7 +147,7 @@ class VllmEngine:
         pool = self.pool
         assert pool is not None
         for _, request in owners:
-            check_fits(request, params, self._max_positions)
+            check_fits(request, params, self._place.max_positions)
         version = pool.version
 
         def send(server: int, owned: tuple[int, Request]) -> Drawn:
@@ -153,7 +155,7 @@ class VllmEngine:
             return pool.complete(server, request.prompt.token_ids, params, request_seed(seed, request.prompt.id, request.sample_index))
 
         dispatcher: Dispatcher[tuple[int, Request], Drawn] = Dispatcher(
-            owners, send, _PushingPool(pool, self._push), slots=self._slots, max_repeats=self._max_repeats
+            owners, send, _PushingPool(pool, self._push), slots=self._place.slots, max_repeats=self._place.max_repeats
         )
         drawn = dispatcher.run()
         self.counts = dispatcher.counts

@@ -1,0 +1,81 @@
+"""The pool as a RolloutEngine in one process: order, versions, seeds, and what does not fit."""
+
+import pytest
+import torch.distributed as dist
+
+from jetrl_megatron.contracts import Prompt, SamplingParams
+from jetrl_megatron.rollout.engine import Request
+from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
+from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine, request_seed
+
+PLACE = Place(replica=0, is_leader=True, max_positions=16, slots=2, max_repeats=1)
+PARAMS = SamplingParams(max_new_toks=4)
+
+
+class FakePool:
+    """Answers with the prompt and the seed's last digit; waits blank until it is pushed to."""
+
+    def __init__(self):
+        self.version, self.waits, self.failures, self.seeds = 7, False, 0, []
+
+    def blank(self):
+        return self.waits
+
+    def ready(self):
+        assert not self.waits
+        return [0, 1]
+
+    def gone(self, number, cause):
+        pass
+
+    def complete(self, number, prompt_ids, params, seed):
+        self.seeds.append(seed)
+        if self.failures:
+            self.failures -= 1
+            raise ServerGone("reset")
+        return Drawn(token_ids=(*prompt_ids, seed % 10), logprobs=(-1.0,) * (len(prompt_ids) + 1), finish_reason="stop")
+
+
+@pytest.fixture
+def made():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    pool = FakePool()
+
+    def push():
+        pool.waits, pool.version = False, 8
+
+    yield pool, VllmEngine(pool, RunGroup(10.0), PLACE, push)
+    dist.destroy_process_group()
+
+
+def requests(*lengths):
+    prompts = [Prompt(id=f"p{i}", token_ids=tuple(range(1, n + 1)), text="", answer="", source="") for i, n in enumerate(lengths)]
+    return [Request(prompt=p, sample_index=j) for p in prompts for j in range(2)]
+
+
+def test_completions_come_in_order_with_the_pools_version_and_their_own_seed(made):
+    pool, engine = made
+    pool.failures = 1
+    asked = requests(3, 1, 5)
+    drawn = engine.generate(asked, PARAMS, seed=4)
+    assert [(c.prompt_id, c.sample_index) for c in drawn] == [(r.prompt.id, r.sample_index) for r in asked]
+    seeds = [request_seed(4, r.prompt.id, r.sample_index) for r in asked]
+    assert [c.token_ids for c in drawn] == [(*r.prompt.token_ids, s % 10) for r, s in zip(asked, seeds, strict=True)]
+    assert [c.versions for c in drawn] == [(7,) * (len(r.prompt.token_ids) + 1) for r in asked]
+    assert set(pool.seeds) == set(seeds) and len(pool.seeds) == 7 and engine.counts.repeated == 1
+    assert engine.generate([], PARAMS, seed=4) == []
+
+
+def test_a_server_without_weights_is_pushed_to_before_anything_is_sent(made):
+    pool, engine = made
+    pool.waits = True
+    engine.generate(requests(2), PARAMS, seed=1)
+    assert not pool.waits
+
+
+@pytest.mark.parametrize(("length", "words"), [(13, "13 tokens and max_new_toks is 4.*context of 16"), (0, "has no tokens")])
+def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_sent(made, length, words):
+    pool, engine = made
+    with pytest.raises(ValueError, match=words):
+        engine.generate(requests(2, length), PARAMS, seed=1)
+    assert pool.seeds == []
