@@ -12,7 +12,8 @@ import time
 
 from jetrl_megatron.config import Recipe
 from jetrl_megatron.grpo.advantages import make_samples
-from jetrl_megatron.loop.collect import collect
+from jetrl_megatron.loop.checks import check_checkpoints_are_there
+from jetrl_megatron.loop.collect import collect, reward_failures
 from jetrl_megatron.loop.held_out import evaluate
 from jetrl_megatron.loop.learn import learn
 from jetrl_megatron.loop.persist import export_hf, open_store, restore, save
@@ -51,6 +52,8 @@ def _run(session: Session, stop: StopSignal, json_lines: bool) -> bool:
         return False
     store = open_store(session)
     checkpoint = store.newest_complete()
+    if checkpoint is None:
+        check_checkpoints_are_there(session.run_dir, recipe.run.save_every)
     done = restore(session, checkpoint) if checkpoint is not None else 0
     push(session)
     session.phases.take()
@@ -97,9 +100,10 @@ def _step(session: Session, metrics: Metrics | None, step: int) -> None:
     samples = make_samples(rollouts.prompts, rollouts.completions, rollouts.rewards, recipe.grpo, recipe.rollout.max_new_toks)
     values = learn(session, samples)
     push(session)
+    failures = reward_failures(session)
     seconds = session.phases.take()
     if metrics is not None:
-        metrics.log("step", step, {**values, "version": session.actor.version, "seconds": seconds})
+        metrics.log("step", step, {**values, "version": session.actor.version, "reward_failures": failures, "seconds": seconds})
 
 
 def push(session: Session) -> None:

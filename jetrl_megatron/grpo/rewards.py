@@ -40,6 +40,11 @@ class RewardCounters:
     gold_unparseable: int = 0
     """The gold cannot be compared with; the data loader should have dropped the prompt."""
 
+    @property
+    def failures(self) -> int:
+        """Samples on which the function itself failed: timed out, died, out of memory or raised."""
+        return self.timeouts + self.crashes + self.out_of_memory + self.errors
+
 
 _COUNTED = {
     "timeout": "timeouts",

@@ -40,7 +40,7 @@ class _Worker:
         paths = [path or os.getcwd() for path in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "jetrl_megatron.grpo.reward_worker", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=sys.stderr)
         theirs.close()
         self.connection = Connection(ours.detach())
         self.ready = False

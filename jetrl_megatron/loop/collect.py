@@ -4,6 +4,7 @@ Enters: the session at a step. Leaves: completions and rewards of whole groups. 
 its leader scores them; then everybody holds everything. Dynamic sampling replaces groups without spread by fresh prompts.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ from jetrl_megatron.grpo.rewards import with_open_think
 from jetrl_megatron.loop.replicas import from_leader, gather_replicas
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.engine import Request
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -43,8 +46,28 @@ def score(session: Session, requests: Sequence[Request], completions: Sequence[C
     if session.rewards is not None:
         texts = session.tokenizer.batch_decode([list(c.token_ids) for c in completions], skip_special_tokens=True)
         opened = [with_open_think(r.prompt.text, text) for r, text in zip(requests, texts, strict=True)]
+        failed = session.rewards.counters.failures
         rewards = session.rewards.score(opened, [r.prompt.answer for r in requests])
+        failed = session.rewards.counters.failures - failed
+        if failed:
+            _LOG.warning(
+                "reward.function %s timed out or died on %d of %d samples, which score 0",
+                session.recipe.reward.function,
+                failed,
+                len(opened),
+            )
+        if opened and failed == len(opened):
+            raise RuntimeError(
+                f"reward.function {session.recipe.reward.function} timed out or died on all {failed} samples; raise reward.timeout_s "
+                f"({session.recipe.reward.timeout_s:g} s) or reward.memory_mb, or mend the function"
+            )
     return list(from_leader(rewards))
+
+
+def reward_failures(session: Session) -> int:
+    """Return how many samples of the run timed out, crashed or ran out of memory so far, over all replicas; equal on every rank."""
+    own = session.rewards.counters.failures if session.rewards is not None else 0
+    return sum(gather_replicas(from_leader(own)))
 
 
 def draw_and_score(

@@ -4,6 +4,7 @@ Enters: samples of one rollout batch, equal on every rank. Leaves: updated weigh
 measured on what training really computes: the actor's own forward over the packed batch, against the log-probs of the rollout.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -68,12 +69,24 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
             norms.append(float(step_sums.pop("grad_norm")))
             for name, value in add_up(step_sums).items():
                 sums[name] = sums[name] + value if name in sums else value
-    return {**mismatch, **metrics_from_sums(sums), "grad_norm": max(norms), "lr": lr, **_rollout_numbers(samples)}
+    values = {**mismatch, **metrics_from_sums(sums), "grad_norm": max(norms), "lr": lr, **_rollout_numbers(samples)}
+    refuse_non_finite(values)
+    return values
 
 
 def _add_reference(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tensor]) -> None:
     for batch, logp in zip(batches, logprobs, strict=True):
         batch.ref_logprobs_T = logp
+
+
+def refuse_non_finite(values: dict[str, Any]) -> None:
+    """Raise RuntimeError naming the numbers that are NaN or infinite: such a step must not be saved over a good checkpoint."""
+    broken = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    if broken:
+        raise RuntimeError(
+            f"the step's numbers are not finite: {broken}; nothing of it is saved and the last checkpoint is intact. "
+            "Lower optim.lr, or look for the first bad number with precision.arm=bf16"
+        )
 
 
 def _policy_loss(

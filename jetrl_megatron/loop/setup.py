@@ -27,6 +27,7 @@ from jetrl_megatron.data.prompts import PromptSet, load_prompts
 from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
 from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
 from jetrl_megatron.layout import check_recipe_layout
+from jetrl_megatron.loop.checks import check_lengths, check_prompts, check_stop_ids
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.loop.synthetic_model import write_synthetic_model
 from jetrl_megatron.rollout.engine import RolloutEngine
@@ -106,6 +107,11 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         train_prompts = load_prompts(recipe.data, "train", tokenizer, check_gold)
     if ranks.is_logger and any(train_prompts.dropped.values()):
         _LOG.warning("prompts left out of %d: %s", len(train_prompts.prompts), dict(train_prompts.dropped))
+    stop_ids = stop_token_ids(source, tokenizer)
+    check_stop_ids(stop_ids, arch)
+    held_out = eval_prompts.prompts if eval_prompts is not None else ()
+    check_prompts([*train_prompts.prompts, *held_out], arch)
+    check_lengths(() if evaluate_only else train_prompts.prompts, held_out, arch, recipe)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Session(
         recipe=recipe,
@@ -115,7 +121,7 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         source_dir=source,
         arch=arch,
         tokenizer=tokenizer,
-        stop_ids=stop_token_ids(source, tokenizer),
+        stop_ids=stop_ids,
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         order=PromptOrder(len(train_prompts.prompts), train_prompts.fingerprint, recipe.run.seed, recipe.data.shuffle),

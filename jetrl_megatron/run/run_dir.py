@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,11 @@ def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int
     path.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(path, _take_lock(path / "run.lock"))
     if run_dir.recipe.exists():
-        _refuse_other_recipe(run_dir.recipe, recipe)
+        if _computed_something(run_dir):
+            _refuse_other_recipe(run_dir.recipe, recipe)
+        else:
+            # A start that failed its checks leaves no claim: what it wrote beside its recipe came from that recipe.
+            shutil.rmtree(run_dir.initial_model, ignore_errors=True)
     write_durably(run_dir.recipe, dump_recipe(recipe))
     line = json.dumps(describe_environment(argv, recipe.run.seed, device))
     with run_dir.environment.open("a") as file:
@@ -106,6 +111,13 @@ def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int
         file.flush()
         os.fsync(file.fileno())
     return run_dir
+
+
+def _computed_something(run_dir: RunDir) -> bool:
+    """Whether a start in this directory got as far as a record, a checkpoint or warm-started weights."""
+    has_records = run_dir.records.exists() and run_dir.records.stat().st_size > 0
+    has_checkpoints = run_dir.checkpoints.is_dir() and any(run_dir.checkpoints.iterdir())
+    return has_records or has_checkpoints or (run_dir.path / "warm_start").exists()
 
 
 def differing_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -114,7 +114,7 @@ def test_user_function_failures_stay_with_their_sample(user_module: str) -> None
 
 
 def test_memory_kept_by_one_sample_is_not_charged_to_the_next(user_module: str) -> None:
-    with RewardPool(RewardConfig(function=f"{user_module}:hostile", workers=1, memory_mb=256)) as pool:
+    with RewardPool(RewardConfig(function=f"{user_module}:hostile", workers=1, memory_mb=256, timeout_s=60.0)) as pool:
         assert pool.score(["leak"] * 8, ["leak"] * 8) == [0.25] * 8
         assert pool.counters.out_of_memory == 0
 

@@ -42,6 +42,7 @@ def test_a_longer_run_reopens_and_the_start_is_added(recipe):
 def test_another_recipe_is_refused_by_its_keys_and_nothing_is_written(recipe):
     first = open_run_dir(recipe, [])
     first.lock.close()
+    first.records.write_text('{"kind": "step", "step": 1}\n')
     before = {p: p.read_bytes() for p in first.path.iterdir() if p.name != "run.lock"}
     other = replace(recipe, precision=replace(recipe.precision, arm=Arm.bf16), optim=replace(recipe.optim, lr=1e-3))
     assert differing_keys(recipe, other) == {"precision.arm": ("jetrl", "bf16"), "optim.lr": (1e-6, 1e-3)}
@@ -50,6 +51,16 @@ def test_another_recipe_is_refused_by_its_keys_and_nothing_is_written(recipe):
     ):
         open_run_dir(other, [])
     assert {p: p.read_bytes() for p in first.path.iterdir() if p.name != "run.lock"} == before
+
+
+def test_a_start_that_failed_its_checks_does_not_claim_the_directory(recipe):
+    first = open_run_dir(recipe, [])
+    first.lock.close()
+    first.initial_model.mkdir()
+    mended = replace(recipe, optim=replace(recipe.optim, lr=1e-3))
+    again = open_run_dir(mended, [])
+    assert load_recipe(again.recipe) == mended
+    assert not first.initial_model.exists(), "it was made from the other recipe"
 
 
 def test_a_directory_that_is_no_run_is_refused(recipe):

@@ -1,0 +1,68 @@
+"""What prompts, tokenizer and model must agree on, checked before the first step: what fails here would else fail hours into a run.
+
+Enters: loaded prompts, stop ids, the architecture, the recipe. Leaves: nothing, or ValueError naming the prompt or id, the limit and
+the way out. Also the check that a run directory with steps in its records still has its checkpoints.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.config import Recipe
+from jetrl_megatron.contracts import Prompt
+from jetrl_megatron.run.records import read_records
+from jetrl_megatron.run.run_dir import RunDir
+
+
+def check_prompts(prompts: Iterable[Prompt], arch: ModelArchitecture) -> None:
+    """Raise ValueError for a prompt without tokens and for a token id that the model has no embedding of."""
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise ValueError(
+                f"prompt {prompt.id} has no tokens: its question is empty, or the model directory holds no tokenizer; mend the row, or set "
+                "model.tokenizer to a directory with one"
+            )
+        if max(prompt.token_ids) >= arch.vocab_size:
+            raise ValueError(
+                f"prompt {prompt.id} has token id {max(prompt.token_ids)}, the model's vocabulary ends at {arch.vocab_size - 1}: "
+                "the tokenizer is not this model's; set model.tokenizer to the one it was trained with"
+            )
+
+
+def check_stop_ids(stop_ids: Iterable[object], arch: ModelArchitecture) -> None:
+    """Raise ValueError for an end-of-sequence id that is no id of the model's vocabulary."""
+    for value in stop_ids:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < arch.vocab_size:
+            raise ValueError(
+                f"eos_token_id {value!r} is no token of a vocabulary of {arch.vocab_size}; mend it in generation_config.json or config.json"
+            )
+
+
+def check_lengths(train: Sequence[Prompt], held_out: Sequence[Prompt], arch: ModelArchitecture, recipe: Recipe) -> None:
+    """Raise ValueError where the longest prompt and its completion exceed the model's context or a micro-batch."""
+    new_toks = {
+        "rollout.max_new_toks": recipe.rollout.max_new_toks,
+        "eval.max_new_toks": recipe.eval.max_new_toks or recipe.rollout.max_new_toks,
+    }
+    for (key, limit), prompts in zip(new_toks.items(), (train, held_out), strict=True):
+        longest = max((len(p.token_ids) for p in prompts), default=0)
+        if longest + limit > arch.max_positions:
+            raise ValueError(
+                f"the longest prompt has {longest} tokens and {key} is {limit}; together they exceed the model's context of "
+                f"{arch.max_positions}: lower {key} or data.max_prompt_toks"
+            )
+    longest = max((len(p.token_ids) for p in train), default=0)
+    if longest + recipe.rollout.max_new_toks > recipe.parallel.micro_batch_toks:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, rollout.max_new_toks is {recipe.rollout.max_new_toks}: one sequence would not fit "
+            f"into parallel.micro_batch_toks {recipe.parallel.micro_batch_toks}; raise that, or lower rollout.max_new_toks"
+        )
+
+
+def check_checkpoints_are_there(run_dir: RunDir, save_every: int) -> None:
+    """Raise ValueError where the records tell of a save and no checkpoint is left: starting over would drop the records."""
+    last = max((int(r["step"]) for r in read_records(run_dir.records) if r["kind"] == "step"), default=0)
+    if last > save_every:
+        raise ValueError(
+            f"{run_dir.records} holds steps up to {last}, but {run_dir.checkpoints} holds no checkpoint: put them back, or remove "
+            f"{run_dir.path} (or set another run.dir) to start over"
+        )
