@@ -1,0 +1,113 @@
+"""Which groups a step learns from: dynamic sampling, the order of pairs, the seeds of draws; and what an evaluation counts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jetrl_megatron.config import EvalConfig, GrpoConfig, Recipe, RolloutConfig
+from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
+from jetrl_megatron.data.order import PromptOrder
+from jetrl_megatron.loop import collect as collecting
+from jetrl_megatron.loop import held_out
+from jetrl_megatron.run.phases import Phases
+
+PROMPTS = tuple(Prompt(id=f"p{i}", token_ids=(1,), text="", answer="", source="test") for i in range(12))
+
+
+def session_of(dynamic, rounds=3, prompts_per_step=4):
+    """What `collect` reads of a session: prompt order without shuffling."""
+    grpo = GrpoConfig(dynamic_sampling=dynamic, dynamic_max_rounds=rounds)
+    recipe = Recipe(rollout=RolloutConfig(prompts_per_step=prompts_per_step, group_size=2, max_new_toks=3), grpo=grpo)
+    return SimpleNamespace(
+        recipe=recipe,
+        order=PromptOrder(len(PROMPTS), "f", 0, shuffle=False),
+        train_prompts=SimpleNamespace(prompts=PROMPTS),
+        sampling=lambda: SamplingParams(max_new_toks=3),
+        phases=Phases(),
+        stop_ids=(2,),
+    )
+
+
+def completion(prompt, sample):
+    return Completion(prompt_id=prompt.id, sample_index=sample, token_ids=(5,), logprobs=(-1.0,), finish_reason="length", versions=(0,))
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """Every call of `draw_and_score`: (prompt ids, seed). Groups of the prompts in `flat` have no spread."""
+    calls = SimpleNamespace(seen=[], flat=set())
+
+    def draw_and_score(session, prompts, num_samples, params, seed):
+        calls.seen.append(([p.id for p in prompts], seed))
+        return [(completion(p, j), 1.0 if p.id in calls.flat else float(j)) for p in prompts for j in range(num_samples)]
+
+    monkeypatch.setattr(collecting, "draw_and_score", draw_and_score)
+    monkeypatch.setattr(held_out, "draw_and_score", draw_and_score)
+    return calls
+
+
+def ids(rollouts):
+    return list(rollouts.prompts)
+
+
+def test_without_dynamic_sampling_one_round_keeps_every_group(draws):
+    draws.flat = {"p0", "p1", "p2", "p3"}
+    rollouts = collecting.collect(session_of(dynamic=False), 1)
+    assert ids(rollouts) == ["p0", "p1", "p2", "p3"] and len(draws.seen) == 1
+    assert rollouts.rewards == [1.0] * 8
+    assert [(c.prompt_id, c.sample_index) for c in rollouts.completions] == [(f"p{i}", j) for i in range(4) for j in range(2)]
+
+
+def test_groups_without_spread_are_replaced_by_fresh_prompts(draws):
+    draws.flat = {"p1", "p2", "p4", "p6"}
+    session = session_of(dynamic=True)
+    rollouts = collecting.collect(session, 1)
+    assert [seen for seen, _ in draws.seen] == [["p0", "p1", "p2", "p3"], ["p4", "p5"], ["p6"], ["p7"]]
+    assert ids(rollouts) == ["p0", "p3", "p5", "p7"]
+    assert rollouts.rewards == [0.0, 1.0] * 4
+    assert len({seed for _, seed in draws.seen}) == 4, "each round draws with other numbers"
+    assert session.order.take(1) == [8], "a resume goes on behind all that was drawn"
+
+
+def test_enough_spread_needs_one_round(draws):
+    assert ids(collecting.collect(session_of(dynamic=True), 1)) == ["p0", "p1", "p2", "p3"]
+    assert len(draws.seen) == 1
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_last_round_keeps_what_it_got(draws, rounds):
+    """A task that is solved has no spread at all: the step still has its size, with advantages of 0."""
+    draws.flat = {p.id for p in PROMPTS}
+    rollouts = collecting.collect(session_of(dynamic=True, rounds=rounds), 1)
+    assert len(draws.seen) == rounds + 1
+    assert ids(rollouts) == [f"p{i}" for i in range(4 * rounds, 4 * rounds + 4)]
+
+
+def test_a_prompt_is_never_twice_in_a_step(draws):
+    """Fewer prompts than the rounds ask for: the second epoch brings some again, which are left out."""
+    draws.flat = {"p0", "p1", "p2", "p3", "p4"}
+    session = session_of(dynamic=True, rounds=5, prompts_per_step=8)
+    rollouts = collecting.collect(session, 1)
+    assert sorted(ids(rollouts)) == sorted(set(ids(rollouts)))
+    assert len(rollouts.completions) == 2 * len(ids(rollouts))
+
+
+def test_draw_seeds_differ_by_run_step_and_round():
+    seeds = [collecting.draw_seed(run, step, attempt) for run in (1, 2) for step in range(100) for attempt in range(8)]
+    assert len(set(seeds)) == len(seeds)
+    assert collecting.draw_seed(1, 5) == collecting.draw_seed(1, 5, 0)
+
+
+def test_an_evaluation_counts_first_any_and_mean(draws):
+    """Samples of a prompt score 0 then 1, but 1 and 1 for p2: pass@1 1/3, pass@k 1, avg@k 2/3."""
+    draws.flat = {"p2"}
+    session = session_of(dynamic=False)
+    session.recipe = Recipe(eval=EvalConfig(samples=2, temperature=0.5, top_p=0.9, top_k=7), rollout=RolloutConfig(max_new_toks=33))
+    found = held_out.evaluate(session, SimpleNamespace(prompts=PROMPTS[:3]))
+    assert found["pass@1"] == pytest.approx(1 / 3) and found["pass@k"] == 1.0
+    assert found["reward"] == found["avg@k"] == pytest.approx(2 / 3)
+    assert (found["samples"], found["num_prompts"], found["response_toks"]) == (2.0, 3.0, 1.0)
+    want = SamplingParams(max_new_toks=33, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2,))
+    assert held_out.eval_sampling(session) == want
+    held_out.evaluate(session, SimpleNamespace(prompts=PROMPTS[:3]))
+    assert draws.seen[0] == draws.seen[1], "two evaluations draw the same numbers"
