@@ -99,6 +99,8 @@ class Case:
     out: str
     parallel: ParallelConfig
     precision: PrecisionConfig
+    num_samples: int = len(PROMPT_LENGTHS) * GROUP
+    """How many of `fixed_samples` the gradient comes from; fewer than data-parallel ranks leave one with padding only."""
 
 
 def run_cases(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
@@ -117,7 +119,7 @@ def _run(case: Case) -> dict[str, Any]:
     arch = ModelArchitecture.from_hf_directory(case.hf_dir)
     actor = Actor(recipe_of(case.parallel, case.precision), arch, Path(case.hf_dir), ranks, device)
     actor.start_optimizer(actor.recipe.optim, total_steps=10)
-    samples = fixed_samples(arch.vocab_size)
+    samples = fixed_samples(arch.vocab_size)[: case.num_samples]
     batches = batches_of(samples, actor, case.parallel.micro_batch_toks)
     result: dict[str, Any] = {"digest": actor.weights_digest(), "num_micro_batches": len(batches)}
     result["logprobs"] = _logprobs_by_sample(actor, batches, samples)

@@ -1,8 +1,8 @@
 """Every layout is the single process: log-probs and completions bit for bit, gradients and updated weights within these bounds.
 
 - PP, interleaved PP, DP at the same cut into micro-batches: the same arithmetic; only the order of the FP32 sums over micro-batches and of
-  the gradient norm differs, which turns the rounding of a BF16 number here and there (`ROUNDING`: measured 2e-5 of the norm, 5e-5 of
-  the elements).
+  the gradient norm differs, which turns the rounding of a BF16 number here and there (`ROUNDING`: measured up to 1.6e-4 of a tensor's
+  norm, 5e-5 of the elements).
 - TP: the dgrad of a column-parallel layer adds the ranks' partial sums in BF16. Measured 1.0% of the gradient's norm with a BF16 backward
   (`BF16_SUMS`). With an FP8 backward such a change moves the amax of dY and with it many codes: measured 4 to 7% (two and four layers), so
   the bound is the distance that FP8 itself puts between the gradient and that of the BF16 backward, 8% (`fp8_distance`).
@@ -11,6 +11,7 @@
   BF16 step, where the gradient is nearly 0; measured 2.5% of the weights at TP2 (`SIGN_FLIPS`).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
-ROUNDING, BF16_SUMS, SIGN_FLIPS = 1e-4, 0.02, 0.05
+ROUNDING, BF16_SUMS, SIGN_FLIPS = 3e-4, 0.02, 0.05
 
 JETRL = PrecisionConfig(arm=Arm.jetrl)
 BF16_BACKWARD = PrecisionConfig(dgrad=LinearPrecision.bf16, wgrad=LinearPrecision.bf16, saved_activation=SavedActivation.bf16)
@@ -41,6 +42,7 @@ CASES: dict[int, dict[str, tuple[str, PrecisionConfig, dict[str, Any]]]] = {
         "qwen3-one-b": ("qwen3", BF16_BACKWARD, FOUR),
         "qwen3-one-b-3": ("qwen3", BF16_BACKWARD, THREE),
         "qwen3-one-ks": ("qwen3", K_SPLIT, FOUR),
+        "qwen3-one-single": ("qwen3", JETRL, FOUR),
         "llama-one": ("llama", JETRL, FOUR),
         "llama-one-b": ("llama", BF16_BACKWARD, FOUR),
         "qwen2-one": ("qwen2", JETRL, FOUR),
@@ -55,6 +57,7 @@ CASES: dict[int, dict[str, tuple[str, PrecisionConfig, dict[str, Any]]]] = {
         "qwen3-vpp2": ("qwen3", JETRL, FOUR | VPP2),
         "qwen3-vpp2-3": ("qwen3", JETRL, THREE | VPP2),
         "qwen3-dp2": ("qwen3", JETRL, FOUR),
+        "qwen3-dp2-single": ("qwen3", JETRL, FOUR),
         "llama-tp2": ("llama", JETRL, FOUR | TP2),
         "llama-pp2": ("llama", JETRL, FOUR | PP2),
         "qwen2-tp2": ("qwen2", JETRL, FOUR | TP2),
@@ -78,6 +81,8 @@ class Runs:
                 name: Case(hf_dir=str(hf[family]), out=str(root / name), parallel=ParallelConfig(**parallel), precision=precision)
                 for name, (family, precision, parallel) in group.items()
             }
+            # One sequence for two data-parallel ranks: the other has padding only, and must still meet its peer in every collective.
+            cases |= {name: replace(case, num_samples=1) for name, case in cases.items() if name.endswith("-single")}
             ranks = run_ranks(run_cases, num_processes, cases)
             self.by_rank |= {name: [rank[name] for rank in ranks] for name in cases}
 
@@ -116,13 +121,15 @@ def share_differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> f
 def reference_of(name: str) -> str:
     """The single-process case of a case."""
     family, *options = name.split("-")
-    return "-".join([family, "one", *(o for o in options if o in ("b", "3", "ks"))])
+    return "-".join([family, "one", *(o for o in options if o in ("b", "3", "ks", "single"))])
 
 
 def test_the_samples_fill_what_the_bounds_speak_of(runs: Runs) -> None:
     micro_batches = {name: runs.by_rank[name][0]["num_micro_batches"] for name in NAMES}
     assert {name for name, number in micro_batches.items() if number == 3} == {name for name in NAMES if name.endswith("-3")}
     assert {name for name, number in micro_batches.items() if number == 2} == {"qwen3-dp2"}
+    assert {name for name, number in micro_batches.items() if number == 1} == {"qwen3-one-single", "qwen3-dp2-single"}
+    assert [len(rank["logprobs"]) for rank in runs.by_rank["qwen3-dp2-single"]] == [1, 0]
     for family in LAYERS:
         completions = runs.by_rank[f"{family}-one"][0]["rollout"]
         assert {reason for _, _, reason in completions} == {"stop", "length"}
@@ -132,8 +139,9 @@ def test_the_samples_fill_what_the_bounds_speak_of(runs: Runs) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "qwen3-tp2-ks"])
 def test_forward_and_rollout_equal_the_single_process_bit_for_bit(runs: Runs, name: str) -> None:
-    family = name.split("-")[0]
-    assert runs.logprobs(name) == runs.logprobs(f"{family}-one")
+    family, found = name.split("-")[0], runs.logprobs(name)
+    want = runs.logprobs(f"{family}-one")
+    assert found == (want if not name.endswith("-single") else {0: want[0]})
     for rank in runs.by_rank[name]:
         assert rank["rollout"] == runs.by_rank[f"{family}-one"][0]["rollout"]
 
@@ -143,7 +151,7 @@ def test_rollout_logprobs_are_those_of_the_training_forward(runs: Runs, name: st
     assert [rank["rollout_diff"] for rank in runs.by_rank[name]] == [0.0] * len(runs.by_rank[name])
 
 
-@pytest.mark.parametrize("name", ["qwen3-pp2", "qwen3-vpp2", "qwen3-vpp2-3", "qwen3-dp2", "llama-pp2", "qwen2-pp2"])
+@pytest.mark.parametrize("name", ["qwen3-pp2", "qwen3-vpp2", "qwen3-vpp2-3", "qwen3-dp2", "qwen3-dp2-single", "llama-pp2", "qwen2-pp2"])
 def test_pipeline_and_data_parallel_gradients_and_weights_are_the_single_process_ones(runs: Runs, name: str) -> None:
     assert_equal_but_for_rounding(runs, reference_of(name), name)
 

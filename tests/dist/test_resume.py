@@ -113,7 +113,7 @@ def test_killed_at_every_stage_of_the_run(whole: dict, tmp_path: Path) -> None:
     points = [
         (f"{TRAIN_STEP}:2", None),  # in the warm start, which begins anew
         (f"{MERGE}:1", None),  # while the warm-started weights are written
-        (f"{TRAIN_STEP}:2", None),  # between the two optimizer steps of step 1
+        (f"{PUBLISH}:1", None),  # step 1 is recorded, its checkpoint is not in place
         (f"{PUBLISH}:2", 1),  # step 2 is written and hashed, not renamed into place
         (f"{DECODE}:2", 1),  # in the rollout of step 2
         (f"{RETAIN}:2", 3),  # step 3 is in place, step 1 not yet removed

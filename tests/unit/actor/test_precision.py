@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from jetrl_megatron.config import GradFormat, LinearPrecision, PrecisionConfig, SavedActivation, ScaleFormat
+from jetrl_megatron.config import GradFormat, LinearPrecision, PrecisionConfig, SavedActivation, ScaleFormat, WgradGranularity
 from tests.unit.actor.single_rank import completion_logprobs, distance, few_batches, few_samples, gradients, single_rank_actor, take_step
 
 FP8, BF16 = LinearPrecision.fp8, LinearPrecision.bf16
@@ -84,3 +84,16 @@ def test_the_two_scale_formats_are_two_models(bf16_backward):
     assert 1e-3 < difference < 0.2
     assert digest != other_digest
     assert 0.01 < distance(grads, other) < 0.3
+
+
+@pytest.mark.parametrize("saved", SavedActivation)
+def test_wgrad_in_blocks_is_coarser_on_x_and_changes_nothing_else(one_layer_dir, bf16_backward, gradients_by_switch, saved):
+    precision = PrecisionConfig(saved_activation=saved, wgrad_granularity=WgradGranularity.blocks)
+    logprobs, grads, _, _ = forward_and_backward(one_layer_dir, precision)
+    want_logprobs, exact, _, _ = bf16_backward[ScaleFormat.fp32]
+    groups = gradients_by_switch[saved, FP8, FP8, GradFormat.e4m3, ScaleFormat.fp32]
+    assert logprobs == want_logprobs
+    for name, grad in grads.items():
+        weight_of_linear = "linear" in name and name.endswith("weight") and grad.dim() == 2
+        assert torch.equal(grad, groups[name]) != weight_of_linear, name
+    assert distance(exact, grads) == pytest.approx(DISTANCE[FP8, FP8, GradFormat.e4m3], rel=0.25)
