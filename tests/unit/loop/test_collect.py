@@ -84,12 +84,14 @@ def test_the_last_round_keeps_what_it_got(draws, rounds):
 
 
 def test_a_prompt_is_never_twice_in_a_step(draws):
-    """Fewer prompts than the rounds ask for: the second epoch brings some again, which are left out."""
-    draws.flat = {"p0", "p1", "p2", "p3", "p4"}
-    session = session_of(dynamic=True, rounds=5, prompts_per_step=8)
-    rollouts = collecting.collect(session, 1)
-    assert sorted(ids(rollouts)) == sorted(set(ids(rollouts)))
-    assert len(rollouts.completions) == 2 * len(ids(rollouts))
+    """Fewer prompts than the rounds ask for: the second epoch brings kept ones again, which are left out, even if nothing is left."""
+    draws.flat = {"p0", "p1", "p2", "p8", "p9", "p10", "p11"}
+    rollouts = collecting.collect(session_of(dynamic=True, rounds=2, prompts_per_step=10), 1)
+    first, second, third = (seen for seen, _ in draws.seen)
+    assert first == [f"p{i}" for i in range(10)] and second == ["p10", "p11", "p0", "p1", "p2"]
+    assert third == [], "p3 to p7 come again, and are here already"
+    assert ids(rollouts) == ["p3", "p4", "p5", "p6", "p7"]
+    assert len(rollouts.completions) == len(rollouts.rewards) == 10
 
 
 def test_draw_seeds_differ_by_run_step_and_round():
