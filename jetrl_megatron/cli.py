@@ -41,6 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON object for each data set")
     evaluate.set_defaults(call=_evaluate)
 
+    flow = commands.add_parser(
+        "flow", help="every operator of the rollout engine against the actor's; exit code 1 where one differs", add_help=False
+    )
+    flow.set_defaults(call=_flow)
+
     bench = commands.add_parser("bench", help="timings against BF16 and other libraries, each checked first", add_help=False)
     bench.set_defaults(call=_bench)
     return parser
@@ -66,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse a command line; `key=value` words may stand anywhere behind the command."""
     parser = build_parser()
-    if words[:1] == ["bench"]:  # its options are its own
+    if words[:1] in (["bench"], ["flow"]):  # its options are its own
         return parser.parse_args(words[:1])
     args, rest = parser.parse_known_args(words)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
@@ -124,6 +129,12 @@ def _evaluate(args: argparse.Namespace, words: list[str]) -> int:
     from jetrl_megatron.evaluate import main as evaluate
 
     return evaluate(args)
+
+
+def _flow(args: argparse.Namespace, words: list[str]) -> int:
+    from jetrl_megatron.flow.command import main as flow
+
+    return flow(words[1:])
 
 
 def _bench(args: argparse.Namespace, words: list[str]) -> int:

@@ -44,6 +44,42 @@ def request_fields(short: str) -> dict[str, Any]:
     return {"watermarking": False} if short == "0.30" else {}
 
 
+def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
+    """Return the engine arguments that decide numbers, by name: the same for a server and for an engine in this process.
+
+    Sampling defaults are neutral whatever the model directory says, and log-probs are of the distribution that is sampled from. On CUDA
+    every operator is vLLM's own kernel, not what torch.compile makes of its definition, and none is fused with a quantiser: those leave out
+    roundings to BF16 that the actor has. The lm_head gives FP32 logits (0.26 and later; on a CPU it would multiply by its packed copy).
+    """
+    fields: dict[str, Any] = {"dtype": "bfloat16", "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
+    if not on_cuda:
+        return fields
+    unfused = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_sp"), False)
+    compilation = {"custom_ops": ["all"], "pass_config": unfused}
+    return fields | {
+        "hf_overrides": {"head_dtype": "float32"},
+        "ir_op_priority": {"rms_norm": ["vllm_c", "native"], "fused_add_rms_norm": ["vllm_c", "native"]},
+        "compilation_config": compilation | ({"cudagraph_capture_sizes": [1, 32, 128]} if cuda_graphs else {}),
+    }
+
+
+def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, str]:
+    """Return the environment switches of an engine: true FP32 scales unless asked otherwise, nothing from the network, nothing optional."""
+    switches = {
+        "VLLM_USE_DEEP_GEMM_E8M0": str(int(power_of_two_scales)),
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    if not on_cuda:
+        # Without dynamo: an eager server would still compile a helper of the sampler, for half a minute, in its first request.
+        switches |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    return switches
+
+
 def worker_model(worker: Any) -> torch.nn.Module:
     """Return the model of a worker process, and refuse a version that was not checked."""
     vllm_version()

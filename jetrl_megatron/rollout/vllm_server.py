@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetrl_megatron.rollout.compat import request_fields, server_module, vllm_version
+from jetrl_megatron.rollout.compat import engine_environment, engine_numerics, request_fields, server_module, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
 from jetrl_megatron.rollout.vllm_client import EngineClient
 
@@ -58,10 +58,12 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     replaces.
     """
     words = [sys.executable, "-m", server_module(), "--model", str(model_dir), "--served-model-name", "policy"]
-    words += ["--host", spec.host, "--port", str(port), "--dtype", "bfloat16", "--seed", "0"]
+    words += ["--host", spec.host, "--port", str(port), "--seed", "0"]
     words += ["--tensor-parallel-size", str(spec.tp), "--max-model-len", str(spec.max_model_len)]
     words += ["--max-num-seqs", str(spec.max_num_seqs), "--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
-    words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "1"]
+    for name, value in engine_numerics(spec.on_cuda, spec.cuda_graphs).items():
+        words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
+    words += ["--max-logprobs", "1"]
     words += ["--middleware", "jetrl_megatron.rollout.vllm_auth.RequireKey"]
     words += ["--worker-extension-cls", "jetrl_megatron.rollout.vllm_worker.WeightReader"]
     words += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
@@ -69,13 +71,7 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += [] if with_weights else ["--load-format", "dummy"]
     if spec.transport != "disk":
         words += ["--weight-transfer-config", json.dumps({"backend": spec.transport})]
-    if not spec.cuda_graphs:
-        words += ["--enforce-eager"]
-    if spec.on_cuda:
-        # The activation quantiser must be the CUDA op: what torch.compile makes of the fallback rounds differently.
-        compilation = {"custom_ops": ["+quant_fp8"], **({"cudagraph_capture_sizes": [1, 32, 128]} if spec.cuda_graphs else {})}
-        words += ["--compilation-config", json.dumps(compilation)]
-    return words
+    return words if spec.cuda_graphs else [*words, "--enforce-eager"]
 
 
 def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str, str]) -> dict[str, str]:
@@ -88,22 +84,14 @@ def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str,
         KEY_VARIABLE: key,
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; RequireKey stands before them
         "VLLM_HOST_IP": spec.host,
-        "VLLM_USE_DEEP_GEMM_E8M0": str(int(spec.power_of_two_scales)),
-        "VLLM_DEEP_GEMM_WARMUP": "skip",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": kept.get("VLLM_LOGGING_LEVEL", "INFO"),
+        **engine_environment(spec.on_cuda, spec.power_of_two_scales),
     }
     if spec.transport == "ipc":
         switches["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles come pickled, and only from who has the key
     if gpus:
         switches["CUDA_VISIBLE_DEVICES"] = gpus
     if not spec.on_cuda:
-        # Without dynamo: an eager server would still compile a helper of the sampler, for half a minute, in its first request.
-        switches |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         switches["VLLM_CPU_KVCACHE_SPACE"] = kept.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     return kept | switches
 
