@@ -74,6 +74,15 @@ class Backend(Enum):
     deepgemm = "deepgemm"
 
 
+class AttentionKernel(Enum):
+    """Who computes the core attention of packed sequences: `flash3` as vLLM ships and runs it, `flash2` of torch, `reference` on a CPU."""
+
+    auto = "auto"
+    reference = "reference"
+    flash2 = "flash2"
+    flash3 = "flash3"
+
+
 class RowParallel(Enum):
     """How a layer whose input is split over TP is computed.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from jetrl_megatron.choices import (
     Arm,
+    AttentionKernel,
     Backend,
     Correction,
     Decay,
@@ -147,6 +148,7 @@ class PrecisionConfig:
     """None is the same as `scale_format`; anything else breaks the flow on purpose (ablation)."""
     row_parallel: RowParallel = RowParallel.k_complete
     backend: Backend = Backend.auto
+    attention: AttentionKernel = AttentionKernel.auto
     bf16_layers: tuple[str, ...] = ()
     """HF module-name globs (`*.mlp.down_proj`) that stay BF16 on both sides."""
 

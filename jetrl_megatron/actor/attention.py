@@ -5,13 +5,11 @@
 Enters: q [T, Hq, D], k and v [T, Hkv, D], BF16, before rope, and a PackedContext. Leaves: [T, Hq * D] BF16. Everything between is
 computed in the accumulation type (float64 on a CPU) and rounded once, so that a token's output is the same from the training forward
 (all its sequence at once) as from decoding (one query against the cache): the invariant that the rollout is a subgraph of training. The
-backward keeps only q, k, v and computes the probabilities again. On CUDA a packed batch runs torch's variable-length flash attention
-instead (BF16 operands, FP32 accumulation).
+backward keeps only q, k, v and computes the probabilities again. On CUDA a packed batch runs a flash attention kernel instead (flash.py).
 
 Legend: n queries, m keys, g query heads a kv head.
 """
 
-import inspect
 import math
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from jetrl_megatron.actor.device import accumulate_dtype
+from jetrl_megatron.actor.flash import attend
 from jetrl_megatron.actor.packed import PackedContext
 
 
@@ -102,6 +101,7 @@ class CoreAttention(Module):
         self.layer_number = layer_number
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.rope = config.flow_rope
+        self.kernel = config.flow_attention
 
     def forward(
         self,
@@ -124,34 +124,16 @@ class CoreAttention(Module):
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
         """Every segment is a whole sequence from position 0; writes the cache when there is one."""
-        out = self._flash(query, key, value, ctx) if query.is_cuda else self._by_segment(query, key, value, ctx)
+        if query.is_cuda:
+            assert ctx.cu_seqlens is not None
+            out = attend(query, key, value, ctx.cu_seqlens, ctx.num_positions, self.scale, self.kernel)
+        else:
+            out = self._by_segment(query, key, value, ctx)
         if ctx.cache is not None and ctx.slots_S is not None:
             keys, values = ctx.cache.layer(self.layer_number, key, value)
             for (a, b), slot in zip(ctx.segments, ctx.slots_S.tolist(), strict=True):
                 keys[slot, : b - a] = key[a:b].to(keys.dtype)
                 values[slot, : b - a] = value[a:b].to(values.dtype)
-        return out
-
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
-        """Attend within every segment in one kernel; padding attends to itself and counts nowhere."""
-        from torch.nn.attention.varlen import varlen_attn
-
-        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-        bounds, longest = ctx.cu_seqlens, ctx.num_positions
-        assert bounds is not None
-        out = varlen_attn(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            bounds,
-            bounds,
-            longest,
-            longest,
-            scale=self.scale,
-            window_size=(-1, 0),
-            **grouped,
-        )
-        assert isinstance(out, Tensor), type(out)
         return out
 
     def _by_segment(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:

@@ -18,11 +18,12 @@ from torch import Tensor
 from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, padded_vocab_size, stage_layers
 from jetrl_megatron.actor.activation import silu
+from jetrl_megatron.actor.flash import resolve_attention
 from jetrl_megatron.actor.packed import PackedContext
 from jetrl_megatron.actor.parallel_state import Ranks
 from jetrl_megatron.actor.rope import RopeTable, inverse_frequencies
 from jetrl_megatron.actor.spec import block_spec
-from jetrl_megatron.config import ParallelConfig, Recompute, RowParallel
+from jetrl_megatron.config import AttentionKernel, ParallelConfig, PrecisionConfig, Recompute, RowParallel
 
 
 @dataclass
@@ -34,6 +35,8 @@ class FlowTransformerConfig(TransformerConfig):
     flow_row_parallel: RowParallel = RowParallel.k_complete
     flow_rope: RopeTable | None = None
     """One table for all layers."""
+    flow_attention: AttentionKernel = AttentionKernel.reference
+    """Resolved, never `auto`."""
 
 
 class PolicyModel(GPTModel):
@@ -66,7 +69,7 @@ def model_layout(parallel: ParallelConfig, row_parallel: RowParallel) -> Paralle
 
 
 def transformer_config(
-    arch: ModelArchitecture, parallel: ParallelConfig, row_parallel: RowParallel, device: torch.device
+    arch: ModelArchitecture, parallel: ParallelConfig, precision: PrecisionConfig, device: torch.device
 ) -> FlowTransformerConfig:
     """Translate architecture and layout into Megatron's config; no other place sets a field of it."""
     recompute: dict[str, Any] = {}
@@ -108,7 +111,8 @@ def transformer_config(
         overlap_p2p_comm=parallel.vpp > 1,
         finalize_model_grads_func=reduce_gradients,
         flow_device=device,
-        flow_row_parallel=row_parallel,
+        flow_row_parallel=precision.row_parallel,
+        flow_attention=resolve_attention(precision.attention, device),
         flow_rope=RopeTable(inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling), device, torch.bfloat16),
         **recompute,
     )

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from jetrl_megatron.config import ParallelConfig
 
@@ -65,6 +66,9 @@ def initialize(parallel: ParallelConfig, device: torch.device, timeout_min: floa
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         create_gloo_process_groups=False,
     )
+    if device.type == "cuda":
+        # Megatron forks these generators under sequence parallelism and recompute; nothing draws from them, dropout is 0.
+        model_parallel_cuda_manual_seed(0)
     return Ranks(
         rank=rank,
         world=world,

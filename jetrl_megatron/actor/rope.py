@@ -1,9 +1,9 @@
 """Rotary embedding with explicit positions: one table, used by the training forward and by decoding alike.
 
 Enters: rope parameters of the model and positions [T]. Leaves: q and k rotated, BF16 in and out. The angle table is float32, cosine and
-sine are rounded to BF16 and the rotation is BF16 multiply, multiply, add, each rounded: the order of the Hugging Face models and of the
-rollout engine. Supported scalings: none, `linear` (positions divided by the factor), `llama3` (Llama 3.1 model card). `yarn` and
-`dynamic` are refused by name.
+sine are rounded to BF16, products and sums are FP32 and rounded to BF16 once, as vLLM's kernel does; the gradient is the rotation back,
+rounded once too. (Hugging Face's models round every product.) Supported scalings: none, `linear` (positions divided by the factor),
+`llama3` (Llama 3.1 model card). `yarn` and `dynamic` are refused by name.
 """
 
 import math
@@ -85,7 +85,28 @@ class RopeTable:
             positions_T: [T] int64, position of each token in its own sequence.
             num_positions: host-side bound, larger than every position.
         """
-        cos_table, sin_table = self._table(num_positions)
-        cos, sin = cos_table[positions_T][:, None, :], sin_table[positions_T][:, None, :]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return _Rotation.apply(x, *self._table(num_positions), positions_T)
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotation by given angles; the backward rotates back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions_T: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin, positions_T)
+        return _rotated(x, cos, sin, positions_T, inverse=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _rotated(grads[0], *ctx.saved_tensors, inverse=True), None, None, None
+
+
+def _rotated(x: Tensor, cos_PD: Tensor, sin_PD: Tensor, positions_T: Tensor, *, inverse: bool) -> Tensor:
+    if x.is_cuda:
+        from jetrl_megatron.actor.triton_rope import rotate
+
+        return rotate(x if x.stride(-1) == 1 else x.contiguous(), cos_PD, sin_PD, positions_T, inverse=inverse)
+    cos, sin = (table[positions_T][:, None, :].float() for table in (cos_PD, sin_PD))
+    first, second = x.float().chunk(2, dim=-1)
+    sin = -sin if inverse else sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -49,9 +49,9 @@ class Source:
 
 
 @triton.jit
-def round_bf16(x, F: tl.constexpr):
+def round_bf16(x, SOFT: tl.constexpr):
     """FP32 values rounded to nearest even BF16, in FP32."""
-    if F.soft:
+    if SOFT:
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         rounded = tl.where(x == x, nearest, bits).to(tl.float32, bitcast=True)
@@ -102,11 +102,11 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_strid
         if KIND == 2:
             rstd = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
             weight_a, weight_b = read_pair(weight_ptr, 0, p[None, :], p[None, :] >= 0, cols, F, EVEN)
-            a, b = join_pair(round_bf16(a * rstd, F) * weight_a, round_bf16(b * rstd, F) * weight_b, F)
+            a, b = join_pair(round_bf16(a * rstd, F.soft) * weight_a, round_bf16(b * rstd, F.soft) * weight_b, F)
         elif KIND == 3:
             up_a, up_b = read_pair(x_ptr + cols, offset, p[None, :], in_rows, cols, F, EVEN)
-            silu_a = round_bf16(tl.div_rn(a, 1.0 + tl.exp(-a)), F)
-            silu_b = round_bf16(tl.div_rn(b, 1.0 + tl.exp(-b)), F)
+            silu_a = round_bf16(tl.div_rn(a, 1.0 + tl.exp(-a)), F.soft)
+            silu_b = round_bf16(tl.div_rn(b, 1.0 + tl.exp(-b)), F.soft)
             a, b = join_pair(silu_a * up_a, silu_b * up_b, F)
     return a, b
 
@@ -115,7 +115,7 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_strid
 def join_pair(a, b, F: tl.constexpr):
     """FP32 values, rounded to BF16, as a pair."""
     if F.plain:
-        first, second = round_bf16(a, F), round_bf16(b, F)
+        first, second = round_bf16(a, F.soft), round_bf16(b, F.soft)
     else:
         join: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         first = tl.inline_asm_elementwise(join, "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1)

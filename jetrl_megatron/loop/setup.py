@@ -151,7 +151,7 @@ def build_engine(session: Session) -> None:
 
         pool, session.publisher = build_vllm(recipe, session.actor, session.run_dir.path, session.source_dir)
         session.engine = pool
-        session.on_close.append(pool.close)
+        session.on_close += [session.publisher.close, pool.close]
     else:
         raise ValueError(
             f"rollout.engine is {recipe.rollout.engine.value}; this version has `local` and `vllm_pool`: for servers on the actor's own "

@@ -4,6 +4,7 @@ Enters: a session with its actor. Leaves: `VllmEngine` and `Publisher`, parts of
 can have got wrong (version of vLLM, TP degree of the servers, GPUs, transport) fails here, on every rank, before a server is started.
 """
 
+import importlib.util
 import logging
 import os
 from pathlib import Path
@@ -61,6 +62,11 @@ def check_vllm(recipe: Recipe, actor: Actor) -> None:
             f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
             f"{actor.device.type}: use rollout.vllm.transport=disk"
         )
+    if cfg.transport is Transport.ipc and importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            "rollout.vllm.transport is ipc, and vLLM's IPC engine imports the package ray, which is not installed: install it, or use nccl "
+            "or disk"
+        )
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
     fp8 = recipe.precision.rollout_linear is LinearPrecision.fp8
@@ -95,7 +101,7 @@ def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> Serv
     key = os.environ.get(KEY_VARIABLE, "") if cfg.urls else new_key()
     if len(key) < MIN_KEY_CHARS:
         raise ValueError(f"rollout.vllm.urls names servers, so {KEY_VARIABLE} must hold their key, of at least {MIN_KEY_CHARS} characters")
-    gpus = _gpus(cfg, actor.ranks.world) if on_cuda else [""] * cfg.servers
+    gpus = server_gpus(cfg, actor.ranks.world) if on_cuda else [""] * cfg.servers
     servers = [VllmServer(number, spec, key, gpus[number]) for number in range(cfg.servers)]
     clients = [EngineClient(url=url, key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
     fp8 = fp8_modules(actor.arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
@@ -103,18 +109,32 @@ def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> Serv
     return ServerPool(servers, clients, engine_config(actor.arch, fp8, source_dir), limits)
 
 
-def _gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES of each server: as the recipe says, or the GPUs behind the actor's."""
-    if cfg.gpus:
-        return list(cfg.gpus)
-    count, needed = torch.cuda.device_count(), num_actors + cfg.servers * cfg.tp
-    if count < needed:
+def visible_gpus() -> list[str]:
+    """Return the names by which CUDA_VISIBLE_DEVICES speaks of this machine's GPUs, those of the actor's processes first."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def server_gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each server: as the recipe says, or the GPUs behind the actor's.
+
+    Raises ValueError where there are too few, or where one that NCCL joins with the actor is the actor's own.
+    """
+    visible, needed = visible_gpus(), num_actors + cfg.servers * cfg.tp
+    if not cfg.gpus and len(visible) < needed:
         raise ValueError(
             f"{num_actors} actor processes and rollout.vllm.servers={cfg.servers} of tp={cfg.tp} need {needed} GPUs and this machine has "
-            f"{count}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
+            f"{len(visible)}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
         )
     firsts = range(num_actors, needed, cfg.tp)
-    return [",".join(str(first + i) for i in range(cfg.tp)) for first in firsts]
+    chosen = list(cfg.gpus) or [",".join(visible[first : first + cfg.tp]) for first in firsts]
+    shared = sorted({gpu for gpus in chosen for gpu in gpus.split(",")} & set(visible[:num_actors]))
+    if shared and cfg.transport is Transport.nccl:
+        raise ValueError(
+            f"rollout.vllm.gpus puts servers on GPU {', '.join(shared)}, where the actor runs: NCCL cannot join two processes on one GPU; "
+            "use other GPUs, or rollout.vllm.transport=disk or ipc"
+        )
+    return chosen
 
 
 def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, source_dir: Path) -> Pushes:

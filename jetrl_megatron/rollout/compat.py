@@ -49,7 +49,8 @@ def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
 
     Sampling defaults are neutral whatever the model directory says, and log-probs are of the distribution that is sampled from. On CUDA
     every operator is vLLM's own kernel, not what torch.compile makes of its definition, and none is fused with a quantiser: those leave out
-    roundings to BF16 that the actor has. The lm_head gives FP32 logits (0.26 and later; on a CPU it would multiply by its packed copy).
+    roundings to BF16 that the actor has. Attention is not cut along the keys in a captured graph, and the lm_head gives FP32 logits (not on
+    a CPU, where the head multiplies by a packed copy).
     """
     fields: dict[str, Any] = {"dtype": "bfloat16", "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
     if not on_cuda:
@@ -59,6 +60,7 @@ def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
     return fields | {
         "hf_overrides": {"head_dtype": "float32"},
         "ir_op_priority": {"rms_norm": ["vllm_c", "native"], "fused_add_rms_norm": ["vllm_c", "native"]},
+        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
         "compilation_config": compilation | ({"cudagraph_capture_sizes": [1, 32, 128]} if cuda_graphs else {}),
     }
 

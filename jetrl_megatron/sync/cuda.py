@@ -53,12 +53,21 @@ class _MemoryTransport:
             pass
         return record.share() if wire.receives else None
 
+    def close(self) -> None:
+        """Nothing is held between pushes."""
+
 
 class NcclTransport(_MemoryTransport):
     """Transport over one NCCL group of rank 0 and every engine rank of the pool."""
 
     _communicator: Any = None
     _members: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        """Leave the group; before the servers end, because a process that still holds it does not come to its end."""
+        if self._communicator is not None:
+            self._communicator.destroy()
+        self._communicator, self._members = None, ()
 
     def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
         """Broadcast while every server receives. See `Transport.push`."""
@@ -96,6 +105,7 @@ class NcclTransport(_MemoryTransport):
             return
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+        self.close()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

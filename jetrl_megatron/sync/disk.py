@@ -62,6 +62,9 @@ class DiskTransport:
                 shutil.rmtree(old)
         return published.version
 
+    def close(self) -> None:
+        """Nothing is held between pushes; the directory stays for servers that come back."""
+
     def _write_stage(self, wire: StageWire, partial: Path) -> StageRecord | None:
         """Write this stage's file on its leader; the stage's other ranks take part in gathering."""
         if not wire.receives:

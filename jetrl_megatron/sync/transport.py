@@ -38,6 +38,10 @@ class Transport(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Let go of what is held between pushes; the servers still run."""
+        ...
+
 
 class StageRecord:
     """Watches a stage's stream: the names that passed and their fingerprints.

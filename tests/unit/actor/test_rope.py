@@ -55,3 +55,39 @@ def test_a_table_that_grew_gives_the_same_rotation():
     x, positions = torch.randn(5, 1, 8, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.tensor([0, 1, 7, 100, 255])
     grown.rotate(x, positions, 5000)
     assert torch.equal(small.rotate(x, positions, 256), grown.rotate(x, positions, 256))
+
+
+def test_rotation_rounds_once_and_its_gradient_rotates_back():
+    """Products of BF16 values are exact in FP32, so one rounding of the sum is what any engine that rounds once gives."""
+    table = RopeTable(inverse_frequencies(64, 10000.0, None), torch.device("cpu"), torch.bfloat16)
+    g = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(50, 3, 64, generator=g).bfloat16() for _ in range(2))
+    positions = torch.randint(0, 900, (50,), generator=g)
+    x.requires_grad_()
+    got = table.rotate(x, positions, 900)
+    got.backward(dy)
+    cos, sin = (t[positions][:, None, :].double() for t in table._table(900))
+
+    def rotated(v, sin):
+        first, second = v.detach().double().chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).float().bfloat16()
+
+    assert torch.equal(got, rotated(x, sin)) and torch.equal(x.grad, rotated(dy, -sin))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_the_gpu_kernel_gives_the_same_bytes(heads):
+    pytest.importorskip("triton")
+    from jetrl_megatron.actor.rope import _rotated
+    from jetrl_megatron.actor.triton_rope import rotate
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = RopeTable(inverse_frequencies(96, 10000.0, None), torch.device("cpu"), torch.bfloat16)
+    g = torch.Generator().manual_seed(4)
+    fused = torch.randn(7, heads + 2, 96, generator=g).bfloat16()
+    x = fused[:, 1 : heads + 1]  # a view, as q inside the fused projection
+    positions = torch.tensor([0, 5, 5, 300, 1, 77, 255])
+    for inverse in (False, True):
+        moved = [t.to(device) for t in (fused, *table._table(301), positions)]
+        got = rotate(moved[0][:, 1 : heads + 1], *moved[1:], inverse=inverse)
+        assert torch.equal(got.cpu(), _rotated(x, *table._table(301), positions, inverse=inverse))

@@ -1,13 +1,9 @@
 """The fused quantisers: their codes are those of quantising the BF16 result that they stand for."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual

@@ -1,12 +1,8 @@
-"""The Triton quantisers against the reference, byte for byte; on a CPU in Triton's interpreter (TRITON_INTERPRET=1, set here)."""
-
-import os
+"""The Triton quantisers against the reference, byte for byte; on a CPU in Triton's interpreter."""
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
 from jetrl_megatron.config import ScaleFormat  # noqa: E402
