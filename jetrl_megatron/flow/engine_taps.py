@@ -38,7 +38,7 @@ def record(model_dir: Path, prompts: list[list[int]], new_toks: int, max_model_l
     )
     store: Recorded = {}
     llm.apply_model(lambda model: _tap_model(model, store))
-    params = SamplingParams(temperature=1.0, seed=1234, max_tokens=new_toks, min_tokens=new_toks, logprobs=0)
+    params = SamplingParams(temperature=1.0, seed=1234, max_tokens=new_toks, ignore_eos=True, logprobs=0)  # min_tokens masks logits
     sequences = []
     for prompt in prompts:
         store.clear()

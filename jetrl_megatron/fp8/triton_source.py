@@ -2,7 +2,7 @@
 
 Enters: pointers of one of four sources. Leaves: pairs of neighbouring columns, with exactly the BF16 (or dequantised FP32) values which
 the unfused path would have written to memory and read back.
-Equations, [R, C] each: plain x; fp8 code * scale; norm bf16(bf16(x * rstd) * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
+Equations, [R, C] each: plain x; fp8 code * scale; norm bf16(x * rstd * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
 swiglu bf16(bf16(gate / (1 + exp(-gate))) * up) with x = [gate | up]. The inner roundings are those of the rollout engine's own kernels.
 A pair is (a, b): where `F.plain`, a and b are the FP32 values of columns 2 p and 2 p + 1; else both are one tensor of 32-bit words that
 hold two BF16 values each, which halves registers and lets one instruction compare two.
@@ -102,7 +102,7 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_strid
         if KIND == 2:
             rstd = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
             weight_a, weight_b = read_pair(weight_ptr, 0, p[None, :], p[None, :] >= 0, cols, F, EVEN)
-            a, b = join_pair(round_bf16(a * rstd, F.soft) * weight_a, round_bf16(b * rstd, F.soft) * weight_b, F)
+            a, b = join_pair(a * rstd * weight_a, b * rstd * weight_b, F)
         elif KIND == 3:
             up_a, up_b = read_pair(x_ptr + cols, offset, p[None, :], in_rows, cols, F, EVEN)
             silu_a = round_bf16(tl.div_rn(a, 1.0 + tl.exp(-a)), F.soft)
