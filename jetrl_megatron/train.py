@@ -62,7 +62,8 @@ def _run(session: Session, stop: StopSignal, json_lines: bool) -> bool:
         _evaluate(session, metrics, 0)
     for step in range(done + 1, recipe.run.steps + 1):
         if stop.should_stop(lambda flag: any_true(flag, session.device)):
-            return _stop(session, store, step - 1, metrics)
+            unsaved = step - 1 > done and (step - 1) % recipe.run.save_every != 0
+            return _stop(session, store if unsaved else None, step - 1, metrics)
         _step(session, metrics, step)
         last = step == recipe.run.steps
         if last or (recipe.run.eval_every and step % recipe.run.eval_every == 0):
@@ -122,9 +123,9 @@ def _evaluate(session: Session, metrics: Metrics | None, step: int) -> None:
         metrics.log("eval", step, values)
 
 
-def _stop(session: Session, store: CheckpointStore, step: int, metrics: Metrics | None) -> bool:
-    """Save at this boundary, say so, and end the run early."""
-    if step > 0:
+def _stop(session: Session, store: CheckpointStore | None, step: int, metrics: Metrics | None) -> bool:
+    """Save at this boundary (`store` None: that is done already), say so, and end the run early."""
+    if store is not None:
         save(session, store, step)
     if metrics is not None:
         metrics.close()

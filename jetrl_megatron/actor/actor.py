@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from conversion.actor_io import load_hf_into_rank
@@ -53,7 +51,6 @@ class Actor:
         check_layout(arch, self.layout, fp8=recipe.precision.arm is not Arm.bf16, bf16_layers=recipe.precision.bf16_layers)
         self.backend = resolve_backend(recipe.precision.backend, device)
         self._config = transformer_config(arch, recipe.parallel, recipe.precision.row_parallel, device)
-        self._config.finalize_model_grads_func = _finalize
         with megatron_scope(device):
             self.chunks = self._build(hf_dir, trainable=True)
             self._wrapped = wrap_chunks(self._config, self.chunks)
@@ -181,14 +178,3 @@ def fill_parameters(chunk: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-
-
-def _finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients over all groups; the token count is not used, since the batch's weights hold the denominator."""
-    finalize_model_grads(model, None, **kwargs)
-
-
-def barrier() -> None:
-    """Wait for every process of the run."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()

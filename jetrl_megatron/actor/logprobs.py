@@ -100,32 +100,37 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, labels, norm = ctx.saved_tensors
-        wide, wanted = accumulate_dtype(hidden.device), ctx.needs_input_grad[1]
-        # Where GEMMs are exact in float64 the gradient of the logits stays there; on CUDA it is rounded to BF16, the GEMM's format.
-        operand = torch.float64 if wide is torch.float64 else torch.bfloat16
-        dhidden = torch.empty_like(hidden)
+        dhidden = torch.empty_like(ctx.saved_tensors[0])
+        if not ctx.needs_input_grad[1]:
+            _backward_rows(ctx, grads[0], dhidden, None)
+            return dhidden, None, None, None, None
 
         def accumulate(out: Tensor | None) -> Tensor:
-            dweight = weight.new_zeros(weight.shape, dtype=torch.float32) if out is None else out
-            for rows in _row_chunks(hidden, weight):
-                logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).to(wide)
-                dlogits = torch.exp(logits - norm[rows, None]).neg_()
-                local = labels[rows] - ctx.shard.start
-                mine = (local >= 0) & (local < ctx.shard.valid)
-                dlogits.scatter_add_(1, local.clamp(0, dlogits.shape[1] - 1)[:, None], mine.to(wide)[:, None])
-                dlogits *= grads[0][rows].to(wide)[:, None] / ctx.temperature
-                dlogits = dlogits.to(operand)
-                dhidden[rows] = (dlogits @ weight.to(operand)).to(hidden.dtype)
-                if wanted:
-                    dweight += _fp32_product(dlogits.t(), hidden[rows].to(operand))
+            dweight = torch.zeros_like(ctx.weight_ref, dtype=torch.float32) if out is None else out
+            _backward_rows(ctx, grads[0], dhidden, dweight)
             return dweight
 
-        if not wanted:
-            accumulate(weight.new_empty(0))
-            return dhidden, None, None, None, None
         # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
         return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True), None, None, None
+
+
+def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
+    """Write the gradient of the hidden states [n, H] and add that of the weight [V_r, H] float32, making each chunk's logits again."""
+    hidden, weight, labels, norm = ctx.saved_tensors
+    wide = accumulate_dtype(hidden.device)
+    # Where GEMMs are exact in float64 the gradient of the logits stays there; on CUDA it is rounded to BF16, the GEMM's format.
+    operand = torch.float64 if wide is torch.float64 else torch.bfloat16
+    for rows in _row_chunks(hidden, weight):
+        logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).to(wide)
+        dlogits = torch.exp(logits - norm[rows, None]).neg_()
+        local = labels[rows] - ctx.shard.start
+        mine = (local >= 0) & (local < ctx.shard.valid)
+        dlogits.scatter_add_(1, local.clamp(0, dlogits.shape[1] - 1)[:, None], mine.to(wide)[:, None])
+        dlogits *= dlogp[rows].to(wide)[:, None] / ctx.temperature
+        dlogits = dlogits.to(operand)
+        dhidden[rows] = (dlogits @ weight.to(operand)).to(hidden.dtype)
+        if dweight is not None:
+            dweight += _fp32_product(dlogits.t(), hidden[rows].to(operand))
 
 
 def _fp32_product(a: Tensor, b: Tensor) -> Tensor:

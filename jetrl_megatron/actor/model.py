@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -105,11 +106,17 @@ def transformer_config(
         # them in the order they were issued: activations would arrive as gradients. So the interleaved schedule issues them one by one.
         batch_p2p_comm=parallel.vpp == 1,
         overlap_p2p_comm=parallel.vpp > 1,
+        finalize_model_grads_func=reduce_gradients,
         flow_device=device,
         flow_row_parallel=row_parallel,
         flow_rope=RopeTable(inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling), device, torch.bfloat16),
         **recompute,
     )
+
+
+def reduce_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over all groups; the token count is not used, since the batch's weights hold the denominator."""
+    finalize_model_grads(model, None, **kwargs)
 
 
 def build_chunks(

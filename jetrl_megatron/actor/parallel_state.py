@@ -82,3 +82,9 @@ def destroy() -> None:
     mpu.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for every process of the run."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

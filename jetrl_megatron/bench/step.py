@@ -108,7 +108,6 @@ class TimedActor:
     def __init__(self, case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> None:
         """Build and initialise; the same seed gives every arm the same weights."""
         config = transformer_config(case.arch, case.parallel, precision.row_parallel, device)
-        config.finalize_model_grads_func = _finalize
         layout = model_layout(case.parallel, precision.row_parallel)
         chunks = build_chunks(case.arch, config, layout, ranks, trainable=True)
         torch.manual_seed(17 + ranks.rank)
@@ -134,12 +133,6 @@ class TimedActor:
         """Clip, step, write BF16 parameters."""
         self.sides.invalidate()
         self.optimizer.step()
-
-
-def _finalize(model: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -62,14 +62,11 @@ class RewardPool:
 
     cfg: `function` is `math` or `package.module:function`, called in the workers as f(completion text, answer) -> float, with the whole
     text; under `require_closed_think` a text whose reasoning never ended scores 0 without a call.
-    Raises ValueError when the function cannot be imported or a bound is not positive.
+    Raises ValueError when the function cannot be imported.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
         """Start the workers; returns when all have finished their imports."""
-        for name in ("workers", "timeout_s", "memory_mb"):
-            if not getattr(cfg, name) > 0:
-                raise ValueError(f"reward.{name} is {getattr(cfg, name)}; it must be above 0")
         self.cfg = cfg
         self.counters = RewardCounters()
         self._pool = WorkerPool(cfg.workers, cfg.timeout_s, {"function": cfg.function, "memory_mb": cfg.memory_mb})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from conversion.actor_io import merge_to_hf, write_rank_shards
-from jetrl_megatron.actor.actor import barrier
+from jetrl_megatron.actor.parallel_state import barrier
 from jetrl_megatron.loop.replicas import all_true
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.run.store import Checkpoint, CheckpointStore, Ranks

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
-from jetrl_megatron.actor.actor import Actor, barrier
+from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.config import Engine, Recipe
 from jetrl_megatron.contracts import SamplingParams
@@ -174,5 +174,5 @@ def _source_dir(recipe: Recipe, run_dir: RunDir, ranks: parallel_state.Ranks) ->
         return Path(recipe.model.path)
     if ranks.is_logger:
         write_synthetic_model(run_dir.initial_model, recipe.model.synthetic, recipe.run.seed)
-    barrier()
+    parallel_state.barrier()
     return run_dir.initial_model

@@ -35,3 +35,15 @@ class RolloutEngine(Protocol):
             ValueError: when a request does not fit into the model's context; names prompt and lengths.
         """
         ...
+
+
+def check_fits(request: Request, params: SamplingParams, max_positions: int) -> None:
+    """Raise ValueError naming prompt and lengths where a request does not fit into the model's context."""
+    length = len(request.prompt.token_ids)
+    if length < 1:
+        raise ValueError(f"prompt {request.prompt.id} has no tokens; a prompt needs at least one")
+    if length + params.max_new_toks > max_positions:
+        raise ValueError(
+            f"prompt {request.prompt.id} has {length} tokens and max_new_toks is {params.max_new_toks}; together they exceed the "
+            f"model's context of {max_positions}: lower rollout.max_new_toks or data.max_prompt_toks"
+        )

@@ -23,7 +23,7 @@ from jetrl_megatron.actor.logprobs import head_logits, token_logprobs
 from jetrl_megatron.actor.packed import KVCache, PackedContext, packed_context
 from jetrl_megatron.actor.pipeline_step import head_shard
 from jetrl_megatron.contracts import Completion, FinishReason, SamplingParams
-from jetrl_megatron.rollout.engine import Request
+from jetrl_megatron.rollout.engine import Request, check_fits
 from jetrl_megatron.rollout.pipeline_forward import forward_hidden
 from jetrl_megatron.rollout.sampling import draw, request_generator
 
@@ -62,23 +62,12 @@ class LocalEngine:
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> list[Completion]:
         """Draw one completion for each request, in order; see `RolloutEngine.generate`."""
-        self._check(requests, params)
+        for request in requests:
+            check_fits(request, params, self._actor.arch.max_positions)
         for chunk in self._actor.chunks:
             chunk.eval()
         with megatron_scope(self._actor.device), self._actor.sides.use("rollout"):
             return _Decoding(self._actor, params, self._max_batch, self._on_progress).run(requests, seed)
-
-    def _check(self, requests: Sequence[Request], params: SamplingParams) -> None:
-        limit = self._actor.arch.max_positions
-        for request in requests:
-            length = len(request.prompt.token_ids)
-            if length < 1:
-                raise ValueError(f"prompt {request.prompt.id} has no tokens; a prompt needs at least one")
-            if length + params.max_new_toks > limit:
-                raise ValueError(
-                    f"prompt {request.prompt.id} has {length} tokens and max_new_toks is {params.max_new_toks}; together they exceed the "
-                    f"model's context of {limit}: lower rollout.max_new_toks or data.max_prompt_toks"
-                )
 
 
 class _Decoding:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from jetrl_megatron.contracts import Completion, SamplingParams
-from jetrl_megatron.rollout.engine import Request
+from jetrl_megatron.rollout.engine import Request, check_fits
 from jetrl_megatron.rollout.vllm_client import Drawn
 from jetrl_megatron.rollout.vllm_dispatch import DispatchCounts, Dispatcher
 from jetrl_megatron.rollout.vllm_pool import ServerPool
@@ -57,17 +57,6 @@ class RunGroup:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
-
-    def first_does(self, work: Callable[[], Any]) -> Any:
-        """Do something on rank 0 and return its value on every rank; what it raises is raised on every rank."""
-        word: tuple[str, Any] = ("", None)
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                word = (_DONE, work())
-            except (ValueError, RuntimeError) as error:
-                failure, word = error, (_FAILED, (isinstance(error, ValueError), str(error)))
-        return self.result_of(self.from_first(word), failure)
 
     @staticmethod
     def result_of(word: tuple[str, Any], failure: Exception | None) -> Any:
@@ -186,18 +175,6 @@ class _PushingPool:
         if self._pool.blank():
             self._push()
         return self._pool.ready()
-
-
-def check_fits(request: Request, params: SamplingParams, max_positions: int) -> None:
-    """Raise ValueError naming prompt and lengths where a request does not fit into the model's context."""
-    length = len(request.prompt.token_ids)
-    if length < 1:
-        raise ValueError(f"prompt {request.prompt.id} has no tokens; a prompt needs at least one")
-    if length + params.max_new_toks > max_positions:
-        raise ValueError(
-            f"prompt {request.prompt.id} has {length} tokens and max_new_toks is {params.max_new_toks}; together they exceed the "
-            f"model's context of {max_positions}: lower rollout.max_new_toks or data.max_prompt_toks"
-        )
 
 
 def _completion(request: Request, drawn: Drawn, version: int) -> Completion:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from conversion.actor_io import merge_to_hf, write_rank_shards
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
-from jetrl_megatron.actor.actor import Actor, barrier
+from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.actor.model import PolicyModel
 from jetrl_megatron.config import LossNorm, OptimConfig, ParallelConfig, PrecisionConfig, Recipe
@@ -85,10 +85,10 @@ def export(actor: Actor, chunks: list[dict[str, torch.Tensor]], out: Path, hf_di
     """Write `chunks` (one mapping a model chunk) of all ranks as one HF directory."""
     if actor.ranks.dp_rank == 0:
         write_rank_shards(out / "shards", actor.arch, actor.layout, (actor.ranks.pp_rank, actor.ranks.tp_rank), chunks)
-    barrier()
+    parallel_state.barrier()
     if actor.ranks.rank == 0:
         merge_to_hf(out / "shards", out / "hf", hf_dir, actor.arch, actor.layout)
-    barrier()
+    parallel_state.barrier()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,12 +136,13 @@ def test_stopped_by_sigterm_it_saves_and_exits_0(whole: dict, tmp_path: Path) ->
     folder = tmp_path / "run"
     done = start(folder, ONE, f"SIGTERM {TRAIN_STEP}:1")  # in the warm start: nothing to save yet
     assert (done.returncode, RunDir(folder).records.exists()) == (0, False), done.stderr
-    done = start(folder, ONE, f"SIGTERM {DECODE}:7")
+    # With saves this rare only the stop itself can have saved.
+    done = start(folder, [*ONE, "run.save_every=3"], f"SIGTERM {DECODE}:7")
     assert done.returncode == 0, done.stderr
     stopped = read_records(RunDir(folder).records)[-1]["step"]
     assert f"stopped by a signal after step {stopped}; start the same command again to go on" in done.stderr
     found = CheckpointStore(RunDir(folder).checkpoints, 2).newest_complete()
-    assert 0 < stopped < 4 and found.step == stopped
+    assert stopped in (1, 2) and found.step == stopped
     done = start(folder, ONE)
     assert done.returncode == 0, done.stderr
     assert_same(whole, outcome(folder))
