@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jetrl_megatron.config import SEEDS_PER_STEP
 from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
 from jetrl_megatron.grpo.advantages import groups_with_spread
 from jetrl_megatron.grpo.rewards import with_open_think
@@ -109,4 +110,5 @@ def collect(session: Session, step: int) -> Rollouts:
 
 def draw_seed(run_seed: int, step: int, attempt: int = 0) -> int:
     """Return the seed of one round of draws: a function of run, step and round, so that a resumed step draws what the lost one drew."""
-    return (run_seed * 1_000_003 + step) * 64 + attempt
+    assert 0 <= attempt < SEEDS_PER_STEP, attempt
+    return (run_seed * 1_000_003 + step) * SEEDS_PER_STEP + attempt
