@@ -121,7 +121,7 @@ class Metrics:
         scalars = _scalars(values, kind + "/")
         for sink in self._sinks:
             sink.scalars(step, scalars)
-        self._show(json.dumps(record) if self._json_lines else progress_line(record, self._num_steps))
+        self._show(json.dumps(record, allow_nan=False) if self._json_lines else progress_line(record, self._num_steps))
 
     def close(self) -> None:
         """Close the file and the sinks."""
