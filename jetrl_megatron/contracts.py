@@ -113,7 +113,6 @@ class TrainBatch:
     """[T] int64, restarting at 0 in each sequence; 0 in the padding."""
     cu_seqlens_S: torch.Tensor
     """[S + 1] int32, on the host; the padding behind the last sequence is one more segment, included here when it is not empty."""
-    max_seqlen: int
     labels_T: torch.Tensor
     """[T] int64, the next token of the same sequence, 0 where there is none."""
     loss_mask_T: torch.Tensor

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 STEP_KEYS = ("reward", "response_toks", "logprob_abs_diff", "logprob_abs_diff_max", "token_mult_prob_error", "k3_kl", "seconds")
 """reward: mean over samples. response_toks: mean tokens. logprob_abs_diff, _max: mean and largest |rollout - actor|, nats.
-token_mult_prob_error, k3_kl: as defined in grpo/mismatch.py. seconds: by phase."""
+token_mult_prob_error, k3_kl: as defined in grpo/mismatch.py, which gives `mismatch_by_position` too. seconds: by phase."""
 
 
 class Sink(Protocol):

@@ -83,6 +83,9 @@ def test_two_flows_have_one_in_every_step(records: dict, name: str) -> None:
     for number in (1, 2):
         record = step(records, name, number)
         assert 1e-4 < record["logprob_abs_diff"] < record["logprob_abs_diff_max"]
+        rows = record["mismatch_by_position"]
+        assert [row["from"] for row in rows] == [0] and rows[0]["toks"] == record["toks"], "completions of at most 5 tokens lie in one bin"
+        assert rows[0]["logprob_abs_diff"] == record["logprob_abs_diff"]
         assert record["k3_kl"] > 0.0 and record["token_mult_prob_error"] > 1.0
 
 
