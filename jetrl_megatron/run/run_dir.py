@@ -96,17 +96,21 @@ def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int
 
     argv: the command line, for the record. device: what the actor runs on. rank: only rank 0 writes and locks; the others must
     wait for it (a barrier of the caller) before they use the directory.
-    Raises ValueError when the directory belongs to a different recipe, is in use, or holds something else.
+    Raises ValueError when the directory belongs to a different recipe, is in use, holds something else or cannot be written.
     """
     path = Path(recipe.run.dir)
     if rank != 0:
         return RunDir(path)
-    _refuse_foreign(path)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        run_dir = RunDir(path, _take_lock(path / "run.lock"))
+        return _open(path, recipe, argv, device)
     except OSError as error:
         raise ValueError(f"run.dir {path} cannot be written ({error.strerror}: {error.filename}); set another run.dir") from error
+
+
+def _open(path: Path, recipe: Recipe, argv: list[str], device: str) -> RunDir:
+    _refuse_foreign(path)
+    path.mkdir(parents=True, exist_ok=True)
+    run_dir = RunDir(path, _take_lock(path / "run.lock"))
     if run_dir.recipe.exists():
         if _computed_something(run_dir):
             _refuse_other_recipe(run_dir.recipe, recipe)

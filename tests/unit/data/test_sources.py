@@ -115,7 +115,7 @@ def test_arithmetic_is_right_disjoint_and_the_same_every_time(digits: int) -> No
         left, right = row.question.removesuffix("=").split("+")
         assert int(left) + int(right) == int(row.answer) and len(left) <= digits
         assert set(row.question + row.answer) <= set(ALPHABET)
-    assert len(test) >= 10
+    assert len(test) >= 20
     questions = [row.question for row in train + test]
     assert len(set(questions)) == len(questions)
     assert arithmetic_rows(task, "train") == train
@@ -137,6 +137,12 @@ def test_hedged_targets_abstain_half_of_the_time_and_answers_stay() -> None:
     assert [(r.question, r.answer) for r in plain] == [(r.question, r.answer) for r in hedged]
     assert 0.45 < sum(r.target == "?" for r in hedged) / len(hedged) < 0.55
     assert all(r.target in ("?", r.answer) for r in hedged)
+
+
+def test_the_demos_held_out_problems_are_many_and_half_of_them_hedged() -> None:
+    """A reward over few problems is mostly noise, and one over problems that were all taught to abstain on starts at 0."""
+    rows = arithmetic_rows(ArithmeticTask(digits=1, larger=True, hedged=True), "test")
+    assert len(rows) == 28 and sum(r.target == "?" for r in rows) == 14
 
 
 def test_arithmetic_names() -> None:

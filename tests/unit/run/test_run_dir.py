@@ -94,6 +94,14 @@ def test_a_place_that_cannot_be_written_is_said(recipe, tmp_path, place):
         open_run_dir(replace(recipe, run=replace(recipe.run, dir=str(path))), [])
 
 
+@pytest.mark.parametrize("name", ["environment.jsonl", "run.lock", "recipe.yaml.part"])
+def test_a_file_of_the_run_that_cannot_be_written_is_said(recipe, name):
+    (Path(recipe.run.dir) / name).mkdir(parents=True)
+    (Path(recipe.run.dir) / "recipe.yaml").touch()
+    with pytest.raises(ValueError, match=rf"cannot be written \(Is a directory: .*{name}\); set another run.dir"):
+        open_run_dir(recipe, [])
+
+
 def test_an_emptied_recipe_of_a_run_is_said(recipe):
     first = open_run_dir(recipe, [])
     first.lock.close()
