@@ -43,8 +43,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             _read_object(folder / name)
     try:
         return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+    except Exception as error:  # the library raises whatever its parsers meet, down to KeyError and plain Exception
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {type(error).__name__}: {error}") from error
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

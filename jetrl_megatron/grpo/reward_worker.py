@@ -66,10 +66,9 @@ def load_function(name: str) -> Callable[[str, str], float]:
     except ImportError as error:
         raise ValueError(f"reward.function is {name!r}, but {module_name} cannot be imported: {error}; is it on PYTHONPATH?") from error
     except (Exception, SystemExit) as error:  # the edge of the process: a user's module may raise anything
-        where = traceback.format_exc(limit=-1).strip()
-        raise ValueError(
-            f"reward.function is {name!r}, but {module_name} raises {type(error).__name__} when it is imported; mend it:\n{where}"
-        ) from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}" if isinstance(error, SyntaxError) else f"{error!r} at {frame.filename}:{frame.lineno}"
+        raise ValueError(f"reward.function is {name!r}, but {module_name} cannot be imported, it raises {what}; mend it") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward.function is {name!r}, but {module_name} has no function {attribute!r}")

@@ -72,6 +72,13 @@ def test_a_tokenizer_that_is_no_json_is_named(tmp_path: Path, name: str) -> None
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_of_another_shape_is_named(tmp_path: Path) -> None:
+    build_char_tokenizer(tmp_path, ALPHABET)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no tokenizer that can be loaded: KeyError"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_is_replaced_whole(folder: Path, tmp_path: Path) -> None:
     """Nothing of the old one is left that the library would read beside the new one, and other files stay."""
     build_char_tokenizer(tmp_path, "xyz")
