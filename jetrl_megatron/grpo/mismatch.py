@@ -5,7 +5,7 @@ Enters: two log-probs for each token, a mask and positions. Leaves: with d = rol
     logprob_abs_diff = mean |d|        logprob_abs_diff_max = max |d|        token_mult_prob_error = mean exp|d|
     k3_kl = mean(exp(-d) - 1 + d)      outside_share = share of tokens with exp(-d) outside [0.5, 2]
 
-Everything is accumulated in float64 as sums, so that ranks and micro-batches add up to what one batch would give, but for the rounding of float64.
+Everything is accumulated in float64 as sums, so that ranks and micro-batches add up to one batch, but for rounding.
 Source of k3: http://joschu.net/blog/kl-approx.html.
 """
 
