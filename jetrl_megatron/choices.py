@@ -1,8 +1,10 @@
-"""The words that a recipe may choose between, and the two range checks of the config dataclasses.
+"""The words that a recipe may choose between, and the range checks of the config dataclasses.
 
 Each member's name equals its value, so a recipe, an error and a dump spell it alike. Import them from `jetrl_megatron.config`.
 """
 
+import math
+from dataclasses import fields, is_dataclass
 from enum import Enum
 
 
@@ -165,3 +167,32 @@ def above(name: str, value: float, low: float) -> None:
     """Raise ValueError, naming key and limit, unless value > low (so also for NaN)."""
     if not value > low:
         raise ValueError(f"{name} is {value}; it must be above {low}")
+
+
+def within(name: str, value: float, low: float, high: float, why: str = "") -> None:
+    """Raise ValueError, naming key and limits, unless low <= value <= high (so also for NaN); why: the reason."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]{why and ': ' + why}")
+
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
+"""Of a draw that is not greedy. Below, a logit of an ordinary model over the temperature says nothing in FP32 but which is the largest."""
+
+
+def check_temperature(name: str, value: float, *, greedy: bool) -> None:
+    """Raise ValueError unless value is in the range of temperatures, or 0 where `greedy` draws are allowed."""
+    if greedy and value == 0.0:
+        return
+    way_out = "0 is greedy" if greedy else "training needs sampling, and greedy draws have no spread"
+    within(name, value, MIN_TEMPERATURE, MAX_TEMPERATURE, way_out)
+
+
+def refuse_non_finite(section: object, prefix: str = "") -> None:
+    """Raise ValueError naming the first key of a dataclass, or of one inside it, whose value is infinite or no number."""
+    assert is_dataclass(section), section
+    for item in fields(section):
+        value = getattr(section, item.name)
+        if is_dataclass(value):
+            refuse_non_finite(value, f"{prefix}{item.name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{prefix}{item.name} is {value}; it must be a finite number")

@@ -11,13 +11,14 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from jetrl_megatron.config import Recipe
 from jetrl_megatron.expected_warnings import ignore_expected_warnings
-from jetrl_megatron.layout import check_recipe_layout
-from jetrl_megatron.load import load_recipe
-from jetrl_megatron.metrics import check_sinks
+from jetrl_megatron.run.early_stop import stopping_early
 from jetrl_megatron.run.local_launch import die_with_launcher, launch, slurm_rank, under_launcher
+
+if TYPE_CHECKING:  # reading a recipe takes seconds of imports on a busy machine: they come after the signal handlers
+    from jetrl_megatron.config import Recipe
 
 EXIT_USAGE = 2
 
@@ -92,20 +93,32 @@ def _raised_by_us(error: Exception) -> bool:
 
 
 def _train(args: argparse.Namespace, words: list[str]) -> int:
-    recipe = load_recipe(args.recipe, args.overrides)
+    """Run one rank, or launch all of them; a launcher that is told to stop before it has started any exits 0."""
     if not under_launcher(os.environ):
         os.environ.update(slurm_rank(os.environ))
     if under_launcher(os.environ):
+        from jetrl_megatron.load import load_recipe
         from jetrl_megatron.train import train
 
-        return train(recipe, ["jetrl", *words], json_lines=args.json)
+        return train(load_recipe(args.recipe, args.overrides), ["jetrl", *words], json_lines=args.json)
+    with stopping_early():
+        num_processes, grace_s = _check_and_count(args)
+    return launch([sys.executable, "-m", "jetrl_megatron.cli", *words], num_processes, grace_s)
+
+
+def _check_and_count(args: argparse.Namespace) -> tuple[int, float]:
+    """Check the recipe of a run before a process starts; returns how many to start and run.grace_s."""
+    from jetrl_megatron.layout import check_recipe_layout
+    from jetrl_megatron.load import load_recipe
+    from jetrl_megatron.metrics import check_sinks
+
+    recipe = load_recipe(args.recipe, args.overrides)
     check_recipe_layout(recipe)
     check_sinks(recipe.run)
-    num_processes = count_processes(recipe, args.nproc)
-    return launch([sys.executable, "-m", "jetrl_megatron.cli", *words], num_processes, recipe.run.grace_s)
+    return count_processes(recipe, args.nproc), recipe.run.grace_s
 
 
-def count_processes(recipe: Recipe, asked: int | None) -> int:
+def count_processes(recipe: "Recipe", asked: int | None) -> int:
     """Say how many processes to start here.
 
     asked: the user's number, else the machine's GPUs, else tp * pp. Raises ValueError when tp * pp does not divide it.

@@ -29,10 +29,22 @@ from jetrl_megatron.choices import (
     WgradGranularity,
     above,
     at_least,
+    refuse_non_finite,
+    within,
 )
-from jetrl_megatron.config_rl import DataConfig, EvalConfig, GrpoConfig, RewardConfig, RolloutConfig, VllmConfig, WarmStartConfig
+from jetrl_megatron.config_rl import (
+    SEEDS_PER_STEP,
+    DataConfig,
+    EvalConfig,
+    GrpoConfig,
+    RewardConfig,
+    RolloutConfig,
+    VllmConfig,
+    WarmStartConfig,
+)
 
 __all__ = [
+    "SEEDS_PER_STEP",
     "Arm",
     "Backend",
     "Correction",
@@ -67,6 +79,9 @@ __all__ = [
 ]
 
 
+MAX_SEED = 2**63 - 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run writes, how long it goes and what it keeps."""
@@ -90,6 +105,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        within("run.seed", self.seed, 0, MAX_SEED, "the generators take no more")
         at_least("run.steps", self.steps, 0)
         at_least("run.save_every", self.save_every, 1)
         at_least("run.keep_last", self.keep_last, 1)
@@ -115,6 +131,8 @@ class SyntheticModelConfig:
         """Check ranges and that each kv head serves the same number of query heads."""
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"):
             at_least(f"model.synthetic.{name}", getattr(self, name), 1)
+        if not 0.0 < self.init_std <= 1.0:
+            raise ValueError(f"model.synthetic.init_std is {self.init_std}; it must lie in (0, 1]")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.synthetic.num_heads is {self.num_heads} and model.synthetic.num_kv_heads is {self.num_kv_heads}; "
@@ -231,7 +249,8 @@ class Recipe:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        """Check the rules between sections that need no model."""
+        """Check the rules between sections that need no model, and that no number is infinite or NaN."""
+        refuse_non_finite(self)
         if self.rollout.prompts_per_step % self.grpo.minibatches:
             raise ValueError(
                 f"rollout.prompts_per_step is {self.rollout.prompts_per_step} and grpo.minibatches is {self.grpo.minibatches}; "

@@ -5,7 +5,18 @@ The sections that say what runs and where, and `Recipe` itself, are in `config.p
 
 from dataclasses import dataclass, field
 
-from jetrl_megatron.choices import Correction, Engine, LossNorm, Overlong, PromptFormat, Transport, above, at_least
+from jetrl_megatron.choices import (
+    Correction,
+    Engine,
+    LossNorm,
+    Overlong,
+    PromptFormat,
+    Transport,
+    above,
+    at_least,
+    check_temperature,
+    within,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +110,24 @@ class RolloutConfig:
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
-        """Check ranges and that the trainer can reproduce the sampling distribution (fault D1)."""
-        for name in ("prompts_per_step", "group_size", "max_new_toks", "max_batch_seqs"):
+        """Check ranges and that the trainer can reproduce the sampling distribution."""
+        for name in ("prompts_per_step", "max_new_toks", "max_batch_seqs"):
             at_least(f"rollout.{name}", getattr(self, name), 1)
-        if not self.temperature > 0.0:
-            raise ValueError(f"rollout.temperature is {self.temperature}; training needs sampling, so it must be above 0")
+        if self.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size is {self.group_size}; it must be at least 2: an advantage is a reward against the mean of its group, "
+                "so in a group of one it is always 0 and nothing is learned"
+            )
+        check_temperature("rollout.temperature", self.temperature, greedy=False)
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"rollout.top_p is {self.top_p} and rollout.top_k is {self.top_k}: truncated sampling renormalises over the kept "
                 "tokens and the trainer does not, so their log-probs differ; use top_p=1.0 and top_k=0 (eval.top_p is free)"
             )
+
+
+SEEDS_PER_STEP = 64
+"""Rounds of draws that one step may take, the first included, without sharing a seed with the next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +165,8 @@ class GrpoConfig:
         if not 0.0 < self.icepop_low <= 1.0 <= self.icepop_high:
             raise ValueError(f"grpo.icepop_low, icepop_high are {self.icepop_low}, {self.icepop_high}; they must enclose 1")
         above("grpo.tis_cap", self.tis_cap, 0.0)
-        at_least("grpo.dynamic_max_rounds", self.dynamic_max_rounds, 1)
+        why = f"a step has {SEEDS_PER_STEP} seeds for its draws"
+        within("grpo.dynamic_max_rounds", self.dynamic_max_rounds, 1, SEEDS_PER_STEP - 1, why)
         if self.overlong is Overlong.penalty and self.overlong_buffer_toks < 1:
             raise ValueError(
                 f"grpo.overlong is penalty and grpo.overlong_buffer_toks is {self.overlong_buffer_toks}; "
@@ -207,7 +227,8 @@ class EvalConfig:
     def __post_init__(self) -> None:
         """Check ranges."""
         at_least("eval.samples", self.samples, 1)
-        for name in ("temperature", "top_k", "max_new_toks"):
+        check_temperature("eval.temperature", self.temperature, greedy=True)
+        for name in ("top_k", "max_new_toks"):
             at_least(f"eval.{name}", getattr(self, name), 0)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"eval.top_p is {self.top_p}; it must lie in (0, 1]")

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from jetrl_megatron.choices import check_temperature
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -48,8 +50,7 @@ class SamplingParams:
         """Check ranges; raises ValueError that names the value."""
         if self.max_new_toks < 1:
             raise ValueError(f"max_new_toks is {self.max_new_toks}; it must be at least 1")
-        if not self.temperature >= 0.0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        check_temperature("temperature", self.temperature, greedy=True)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; it must lie in (0, 1]")
         if self.top_k < 0:
@@ -72,7 +73,7 @@ class Completion:
     """Weight version that each token was drawn with."""
 
     def __post_init__(self) -> None:
-        """Check that the three per-token arrays keep step (fault D3)."""
+        """Check that the three per-token arrays keep step."""
         n = len(self.token_ids)
         if n < 1 or len(self.logprobs) != n or len(self.versions) != n:
             raise ValueError(
@@ -112,7 +113,6 @@ class TrainBatch:
     """[T] int64, restarting at 0 in each sequence; 0 in the padding."""
     cu_seqlens_S: torch.Tensor
     """[S + 1] int32, on the host; the padding behind the last sequence is one more segment, included here when it is not empty."""
-    max_seqlen: int
     labels_T: torch.Tensor
     """[T] int64, the next token of the same sequence, 0 where there is none."""
     loss_mask_T: torch.Tensor

@@ -8,13 +8,23 @@ takes the base recipe in BF16 unless `precision.arm` says otherwise. One process
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from jetrl_megatron.config import Engine, ModelConfig, ParallelConfig, Recipe
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.held_out import evaluate
-from jetrl_megatron.loop.setup import build_actor, open_session
+from jetrl_megatron.loop.setup import build_actor, load_held_out, open_session
+
+_READ = ("data.", "eval.", "precision.", "reward.")
+"""Sections whose keys an evaluation reads."""
+_ALSO_READ = ("model.tokenizer", "rollout.max_new_toks", "rollout.max_batch_seqs", "run.seed", "run.deterministic")
+_NAMED_ELSEWHERE = {
+    "data.train": "an evaluation trains on nothing",
+    "data.eval": "name the data with --data",
+    "data.max_prompts": "the limit of an evaluation is data.max_eval_prompts",
+}
 
 
 def recipe_for(model: Path, data: str, overrides: list[str], scratch: Path) -> Recipe:
@@ -27,7 +37,7 @@ def recipe_for(model: Path, data: str, overrides: list[str], scratch: Path) -> R
         scratch: a directory for what a session writes.
 
     Raises:
-        ValueError: when `model` is neither, or a run without an export.
+        ValueError: when `model` is neither, or a run without an export, and for an override that an evaluation would not read.
     """
     if not model.is_dir():
         raise ValueError(f"{model} is no directory; give a run directory or a Hugging Face directory")
@@ -42,10 +52,14 @@ def recipe_for(model: Path, data: str, overrides: list[str], scratch: Path) -> R
         recipe, weights = load_recipe(bare, overrides), model
     else:
         raise ValueError(f"{model} holds neither recipe.yaml (a run) nor config.json (a Hugging Face directory)")
+    keys = [word.partition("=")[0] for word in overrides]
+    _refuse_unread(keys, model)
+    # An export carries the tokenizer that its run trained with, wherever that came from.
+    tokenizer = recipe.model.tokenizer if "model.tokenizer" in keys else ""
     return replace(
         recipe,
-        model=ModelConfig(path=str(weights)),
-        parallel=ParallelConfig(micro_batch_toks=recipe.parallel.micro_batch_toks),
+        model=ModelConfig(path=str(weights), tokenizer=tokenizer),
+        parallel=ParallelConfig(),
         data=replace(recipe.data, train=(), eval=(data,)),
         run=replace(recipe.run, dir=str(scratch / "session"), tensorboard=False, wandb=False),
         rollout=replace(recipe.rollout, engine=Engine.local),
@@ -53,8 +67,21 @@ def recipe_for(model: Path, data: str, overrides: list[str], scratch: Path) -> R
     )
 
 
+def _refuse_unread(keys: Sequence[str], model: Path) -> None:
+    """Raise ValueError for an override that would change nothing."""
+    for key in keys:
+        if key in _NAMED_ELSEWHERE or not (key.startswith(_READ) or key in _ALSO_READ):
+            why = _NAMED_ELSEWHERE.get(key, f"the weights are those of {model}, computed by one process with the embedded engine")
+            raise ValueError(
+                f"command line: jetrl eval does not read {key}: {why}. It reads {', '.join(name + '*' for name in _READ)}, "
+                f"{', '.join(_ALSO_READ)}; remove the word"
+            )
+
+
 def main(args: argparse.Namespace) -> int:
     """Evaluate `args.model` on every source of `args.data` and print one line each; returns the exit code.
+
+    Every source is read and checked before the model is loaded, which happens once.
 
     Args:
         args: `model` (path), `data` (list of sources), `overrides` (`key=value` words), `json` (one object a line).
@@ -62,19 +89,21 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ValueError: for a model, source or key that is wrong.
     """
-    for data in args.data:
-        with tempfile.TemporaryDirectory() as folder:
-            recipe = recipe_for(Path(args.model), data, args.overrides, Path(folder))
-            session = open_session(recipe, ["jetrl", "eval"], evaluate_only=True)
-            try:
-                build_actor(session, session.source_dir)
-                assert session.eval_prompts is not None
-                values = evaluate(session, session.eval_prompts)
-            finally:
-                session.close()
-        dropped = {name: count for name, count in session.eval_prompts.dropped.items() if count}
-        record = {"model": str(args.model), "data": data, "arm": recipe.precision.arm.value, **values, "dropped": dropped}
-        print(json.dumps(record) if args.json else _line(record), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = recipe_for(Path(args.model), args.data[0], args.overrides, Path(folder))
+        session = open_session(recipe, ["jetrl", "eval"], evaluate_only=True)
+        try:
+            assert session.eval_prompts is not None
+            others = [replace(recipe, data=replace(recipe.data, eval=(data,))) for data in args.data[1:]]
+            prompts = [session.eval_prompts, *(load_held_out(other, session.tokenizer, session.arch) for other in others)]
+            build_actor(session, session.source_dir)
+            for data, held_out in zip(args.data, prompts, strict=True):
+                values = evaluate(session, held_out)
+                dropped = {name: count for name, count in held_out.dropped.items() if count}
+                record = {"model": str(args.model), "data": data, "arm": recipe.precision.arm.value, **values, "dropped": dropped}
+                print(json.dumps(record, allow_nan=False) if args.json else _line(record), flush=True)
+        finally:
+            session.close()
     return 0
 
 

@@ -128,14 +128,27 @@ def _chain(path: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        inside = sorted(p.name for p in path.glob("*.yaml"))
+        name = "recipe.yaml" if "recipe.yaml" in inside else inside[0] if inside else "NAME.yaml"
+        raise ValueError(f"recipe {path} is a directory; name a YAML file, for example {path / name}")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.3)
         hint = f"; did you mean {', '.join(str(path.parent / n) for n in near)}?" if near else ""
         raise FileNotFoundError(f"recipe {path} does not exist{hint}")
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}: {error.reason}); save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name a recipe that can") from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if plain == {}:
+        raise ValueError(
+            f"{path} is empty; a recipe says at least `defaults: _base`. If it is the recipe.yaml of a run, put its content back, "
+            "or remove that run directory and start over"
+        )
     if not isinstance(plain, dict):
         raise ValueError(f"{path} holds a {type(plain).__name__}; a recipe is a mapping such as `run: {{steps: 10}}`")
     return {str(key): value for key, value in plain.items()}

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 STEP_KEYS = ("reward", "response_toks", "logprob_abs_diff", "logprob_abs_diff_max", "token_mult_prob_error", "k3_kl", "seconds")
 """reward: mean over samples. response_toks: mean tokens. logprob_abs_diff, _max: mean and largest |rollout - actor|, nats.
-token_mult_prob_error, k3_kl: as defined in grpo/mismatch.py. seconds: by phase."""
+token_mult_prob_error, k3_kl: as defined in grpo/mismatch.py, which gives `mismatch_by_position` too. seconds: by phase."""
 
 
 class Sink(Protocol):
@@ -121,7 +121,7 @@ class Metrics:
         scalars = _scalars(values, kind + "/")
         for sink in self._sinks:
             sink.scalars(step, scalars)
-        self._show(json.dumps(record) if self._json_lines else progress_line(record, self._num_steps))
+        self._show(json.dumps(record, allow_nan=False) if self._json_lines else progress_line(record, self._num_steps))
 
     def close(self) -> None:
         """Close the file and the sinks."""

@@ -13,7 +13,7 @@ import time
 from jetrl_megatron.config import Recipe
 from jetrl_megatron.grpo.advantages import make_samples
 from jetrl_megatron.loop.checks import check_checkpoints_are_there
-from jetrl_megatron.loop.collect import collect, reward_failures
+from jetrl_megatron.loop.collect import collect, own_failures, reward_failures
 from jetrl_megatron.loop.held_out import evaluate
 from jetrl_megatron.loop.learn import learn
 from jetrl_megatron.loop.persist import export_hf, open_store, restore, save
@@ -96,12 +96,12 @@ def _prepare(session: Session, stop: StopSignal) -> bool:
 
 def _step(session: Session, metrics: Metrics | None, step: int) -> None:
     """Take one step of the loop and write its record."""
-    recipe = session.recipe
+    recipe, failed_before = session.recipe, own_failures(session)
     rollouts = collect(session, step)
     samples = make_samples(rollouts.prompts, rollouts.completions, rollouts.rewards, recipe.grpo, recipe.rollout.max_new_toks)
     values = learn(session, samples)
     push(session)
-    failures = reward_failures(session)
+    failures = reward_failures(session, failed_before)
     seconds = session.phases.take()
     if metrics is not None:
         metrics.log("step", step, {**values, "version": session.actor.version, "reward_failures": failures, "seconds": seconds})

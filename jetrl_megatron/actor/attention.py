@@ -20,6 +20,7 @@ from torch.nn import Module
 from jetrl_megatron.actor.device import accumulate_dtype
 from jetrl_megatron.actor.flash import attend
 from jetrl_megatron.actor.packed import PackedContext
+from jetrl_megatron.config import AttentionKernel
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -70,6 +71,13 @@ class _CausalAttention(torch.autograd.Function):
         dq = _ungrouped(ds @ k_h, n) * ctx.scale
         dk = ds.transpose(1, 2) @ q_h
         return dq.to(q.dtype), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), None
+
+
+def _with_zero_padding(out: Tensor, num_real: int, total: int) -> Tensor:
+    """Give `total` rows: the first `num_real` of `out`, then zeros, whatever an attention made of the padding (a bias of v is not zero)."""
+    if num_real == total:
+        return out
+    return torch.cat((out[:num_real], out.new_zeros(total - num_real, *out.shape[1:])))
 
 
 def _decode(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -124,11 +132,12 @@ class CoreAttention(Module):
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
         """Every segment is a whole sequence from position 0; writes the cache when there is one."""
-        if query.is_cuda:
+        if self.kernel is AttentionKernel.reference:
+            out = self._by_segment(query, key, value, ctx)
+        else:
             assert ctx.cu_seqlens is not None
             out = attend(query, key, value, ctx.cu_seqlens, ctx.num_positions, self.scale, self.kernel)
-        else:
-            out = self._by_segment(query, key, value, ctx)
+        out = _with_zero_padding(out, ctx.num_real_toks, query.shape[0])
         if ctx.cache is not None and ctx.slots_S is not None:
             keys, values = ctx.cache.layer(self.layer_number, key, value)
             for (a, b), slot in zip(ctx.segments, ctx.slots_S.tolist(), strict=True):
@@ -137,12 +146,9 @@ class CoreAttention(Module):
         return out
 
     def _by_segment(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
-        """Attend sequence by sequence in the accumulation type; the output of padding is 0."""
+        """Attend sequence by sequence in the accumulation type; returns the real rows only."""
         pieces = [_CausalAttention.apply(query[a:b], key[a:b], value[a:b], self.scale) for a, b in ctx.segments]
-        end = ctx.num_real_toks
-        if end < query.shape[0]:
-            pieces.append(query.new_zeros(query.shape[0] - end, *query.shape[1:]))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return torch.cat(pieces) if pieces else query[:0]
 
     def _decode_step(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
         """Every segment is one token: write it into its slot, then attend to the slot."""
@@ -153,5 +159,4 @@ class CoreAttention(Module):
         values[ctx.slots_S, ctx.positions_T[:num]] = value[:num].to(values.dtype)
         bound = ctx.num_positions
         out = _decode(query[:num], keys[ctx.slots_S, :bound], values[ctx.slots_S, :bound], ctx.lengths_S, self.scale)
-        padding = query.new_zeros(query.shape[0] - num, *query.shape[1:])
-        return torch.cat((out, padding)) if padding.shape[0] else out
+        return _with_zero_padding(out, num, query.shape[0])

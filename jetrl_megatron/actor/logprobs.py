@@ -3,7 +3,7 @@
     logp_t = z_t[label] - log sum_v exp(z_tv),   z = (h W^T) / temperature
 
 Enters: hidden states [n, H] BF16 behind the final norm, this rank's rows of lm_head [V_r, H] BF16, labels [n]. Leaves: logp and entropy [n]
-FP32, equal on all TP ranks. Rows of the padded vocabulary are -inf: they have no probability and no gradient (fault A3). The same
+FP32, equal on all TP ranks. Rows of the padded vocabulary are -inf: they have no probability and no gradient. The same
 function serves the loss, the reference policy and the local rollout engine, so their numbers are equal bit for bit.
 
 The lm_head GEMM is BF16 with FP32 logits on both sides; sums over the vocabulary run in the accumulation type. Rows are processed in chunks

@@ -1,7 +1,7 @@
 """Optimizer: Megatron's DistributedDataParallel, its distributed AdamW with FP32 masters, and the learning-rate curve.
 
 Enters: model chunks with weights loaded, OptimConfig. Leaves: wrapped chunks and an `ActorOptimizer`. FP32 masters start from the BF16
-parameters exactly (fault G4) and are sharded over data-parallel ranks; gradients are reduced in FP32. Left out: the loss's
+parameters exactly and are sharded over data-parallel ranks; gradients are reduced in FP32. Left out: the loss's
 denominator, which is already in the batch's weights, so nothing is divided by ranks or micro-batches here.
 """
 

@@ -55,7 +55,6 @@ def empty_like(batch: TrainBatch) -> TrainBatch:
         tokens_T=ints,
         positions_T=ints,
         cu_seqlens_S=torch.tensor([0, total], dtype=torch.int32, device=device),
-        max_seqlen=total,
         labels_T=ints,
         loss_mask_T=floats,
         loss_weight_T=floats,
@@ -72,7 +71,7 @@ class PipelineStep:
     Args:
         chunks: this pipeline rank's chunks, wrapped for training or bare.
         vocab_size: real tokens of the vocabulary.
-        temperature: the rollout's sampling temperature: both sides speak of one distribution (fault D1).
+        temperature: the rollout's sampling temperature: both sides speak of one distribution.
     """
 
     def __init__(self, chunks: Sequence[Any], vocab_size: int, temperature: float) -> None:

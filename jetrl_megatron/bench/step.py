@@ -95,7 +95,7 @@ def random_batch(case: StepCase, device: torch.device, seed: int) -> TrainBatch:
     }
     bounds = torch.arange(0, total + 1, each, dtype=torch.int32)
     moved: dict[str, Any] = {name: value.to(device) for name, value in on_device.items()}
-    return TrainBatch(**moved, cu_seqlens_S=bounds, max_seqlen=each, num_real_toks=total)
+    return TrainBatch(**moved, cu_seqlens_S=bounds, num_real_toks=total)
 
 
 class TimedActor:

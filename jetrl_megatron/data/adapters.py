@@ -9,6 +9,7 @@ set whose columns have changed since is refused when it is read, with the fields
 """
 
 import hashlib
+import math
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -53,6 +54,8 @@ def number_text(value: object) -> str:
     """Return a gold answer as text: `27.0` as `27`, other numbers as written, strings stripped. ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"the answer is {value!r}; it must be a number or a string")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"the answer is {value}; it must be a finite number or a string")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = str(value).strip()

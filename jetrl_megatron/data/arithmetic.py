@@ -2,8 +2,8 @@
 
 Enters: a name, `arithmetic[-max][-<d>digit][-hedged]` (d from 1 to 6, 2 when left out), and the split `train` or `test`. Leaves: rows,
 always the same. A tiny model learns the larger of two from nothing in a hundred steps, additions in some hundreds. Operands have up to
-d digits. About one problem in ten, chosen by a hash of its text, is in `test`, so the splits are disjoint whatever their size. With d
-of 1 or 2 every pair of operands occurs; above that, 20,000 pairs are drawn.
+d digits. About one problem in ten (of the hundred that one digit gives: one in four), chosen by a hash of its text, is in `test`, so the
+splits are disjoint whatever their size. With d of 1 or 2 every pair of operands occurs; above that, 20,000 pairs are drawn.
 """
 
 import hashlib
@@ -65,8 +65,10 @@ def arithmetic_rows(task: ArithmeticTask, split: str) -> list[Row]:
         pairs = list(dict.fromkeys((draw.randrange(end), draw.randrange(end)) for _ in range(MAX_PAIRS)))
     problems = (task.problem(a, b) for a, b in pairs)
     wanted = split == "test"
-    return [Row(question=q, answer=a, target=task.target(q, a)) for q, a in problems if _is_test(q) == wanted]
+    share = 4 if task.digits == 1 else 10
+    return [Row(question=q, answer=a, target=task.target(q, a)) for q, a in problems if _is_test(q, share) == wanted]
 
 
-def _is_test(question: str) -> bool:
-    return hashlib.sha256(question.encode()).digest()[0] % 10 == 0
+def _is_test(question: str, share: int) -> bool:
+    """Whether a problem is in `test`, which about one in `share` is."""
+    return hashlib.sha256(question.encode()).digest()[0] % share == 0

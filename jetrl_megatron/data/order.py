@@ -3,7 +3,7 @@
 Enters: the number of prompts and their fingerprint. Leaves: indices. A step that reaches the end of an epoch goes on into the next one;
 the prompts that it already took are put behind the others of the new epoch's first draw, so no prompt occurs twice in a step unless the
 step is larger than the set, and every epoch still takes each prompt exactly once.
-The state is a position, not an iterator, and a resume at an epoch's end begins the next one (fault D10).
+The state is a position, not an iterator, and a resume at an epoch's end begins the next one.
 """
 
 import random

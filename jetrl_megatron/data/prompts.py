@@ -1,7 +1,7 @@
 """Rows to prompts: template, token ids, what is dropped, and the fingerprint that a resume compares.
 
 Enters: a `DataConfig` and a tokenizer. Leaves: a `PromptSet`. A prompt is dropped, and counted, when it is longer than
-`data.max_prompt_toks` or its gold answer cannot be compared with (fault E4). Sources are read in the order given, and with
+`data.max_prompt_toks` or its gold answer cannot be compared with. Sources are read in the order given, and with
 `data.max_prompts` reading ends as soon as that many prompts are kept.
 Invariant: the ids (source and row number) and the token ids depend on nothing but the sources, the config and the tokenizer.
 """
@@ -77,6 +77,8 @@ def load_prompts(
             break
     kept = tuple(prompts.values())
     _LOG.info("data.%s: %d prompts kept, dropped %s", split, len(kept), dropped)
+    if not kept and not any(dropped.values()):
+        raise ValueError(f"data.{split} {list(sources)} holds no rows; name a file or a split that has some")
     if not kept:
         raise ValueError(
             f"data.{split} {list(sources)}: no prompt is left, dropped {dropped}; raise data.max_prompt_toks or check the answers"

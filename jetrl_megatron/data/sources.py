@@ -71,15 +71,19 @@ def read_rows(source: Source) -> Iterator[tuple[int, Row]]:
 def _read_jsonl(source: Source) -> Iterator[tuple[int, Row]]:
     assert source.path is not None
     number = 0
-    with source.path.open(encoding="utf-8") as file:
+    with source.path.open("rb") as file:
         for line_number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{source.path}:{line_number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text (byte {error.start} of the line: {error.reason}); save it as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+            except ValueError as error:  # a whole number of thousands of digits
+                raise ValueError(f"{where}: not JSON that can be read: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: a {type(record).__name__}; each line must be a JSON object")
             yield number, _convert(source, record, where)
@@ -115,9 +119,16 @@ def _convert(source: Source, record: dict, where: str) -> Row:
             f"found {', '.join(sorted(record)) or 'none'}; {_choices()}"
         )
     try:
-        return source.adapter.row(record)
+        row = source.adapter.row(record)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    for name, text in (("question", row.question), ("answer", row.answer), ("target", row.target)):
+        lone = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+        if lone is not None:
+            raise ValueError(
+                f"{where}: the {name} holds half of a surrogate pair ({lone!r}), which is no character; mend or remove the row"
+            )
+    return row
 
 
 def _choices() -> str:

@@ -1,16 +1,31 @@
 """Tokenizers: loading one, every id that ends a sequence, and a small character tokenizer for models that start from nothing.
 
 Enters: a Hugging Face directory. Leaves: a `transformers` tokenizer and its stop ids. Only end-of-sequence ids are taken from the
-generation config: sampling fields in it (repetition penalty, top-k) are not this project's defaults (fault D2).
+generation config: sampling fields in it (repetition penalty, top-k) are not this project's defaults.
 """
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CHAR_SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
 """Ids 0 to 5 of a character tokenizer."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+)
+"""Globs of what a Hugging Face directory keeps of its tokenizer, of every kind that the families have had."""
 CHAR_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -23,28 +38,57 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"model.tokenizer (or model.path) is {str(path)!r}, which is no directory; give a Hugging Face model directory")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            _read_object(folder / name)
     try:
         return AutoTokenizer.from_pretrained(str(folder))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+    except Exception as error:  # the library raises whatever its parsers meet, down to KeyError and plain Exception
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {type(error).__name__}: {error}") from error
 
 
 def stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return every end-of-sequence id, without repeats: those of generation_config.json, of config.json, then the tokenizer's.
 
-    path: the Hugging Face directory of the model; files that are missing are passed over. Raises ValueError when nothing names one.
+    path: the Hugging Face directory of the model; files that are missing are passed over. Raises ValueError when nothing names one, and
+    for a file that holds no JSON object.
     """
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            value = _read_object(file).get("eos_token_id")
             found.extend(value if isinstance(value, list) else [] if value is None else [value])
     if tokenizer.eos_token_id is not None:
         found.append(int(tokenizer.eos_token_id))
     if not found:
         raise ValueError(f"{path}: neither generation_config.json, config.json nor the tokenizer names an eos_token_id; add one")
     return tuple(dict.fromkeys(found))
+
+
+def replace_tokenizer(hf_dir: Path, tokenizer_dir: Path) -> None:
+    """Put the tokenizer of `tokenizer_dir` into `hf_dir`, file by file, in the place of whatever tokenizer it holds."""
+    for path in _tokenizer_files(hf_dir):
+        path.unlink()
+    for path in _tokenizer_files(tokenizer_dir):
+        target = hf_dir / path.relative_to(tokenizer_dir)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Read a JSON object; raises ValueError naming the file."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); mend it, or take it from the model's source again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}; it must be a JSON object")
+    return found
 
 
 def build_char_tokenizer(out_dir: str | Path, alphabet: str) -> PreTrainedTokenizerFast:

@@ -1,18 +1,17 @@
-"""Samples to the tensors of packed micro-batches, and per-position values back to samples.
+"""Samples to the tensors of packed micro-batches.
 
 Enters: samples and a plan (`packing.py`). Leaves: `TrainBatch` (see `contracts` for the shift convention). A sequence is prompt then
 completion, end to end with the next; positions restart in each; the zero padding behind the last is its own segment with mask 0.
-Lengths, the end-of-sequence token and truncation all come from the engine's token ids and finish reason, never from a token's value
-(fault D4); text is never encoded again (fault D3).
+Lengths, the end-of-sequence token and truncation all come from the engine's token ids and finish reason, never from a token's value;
+text is never encoded again.
 
-Loss denominators, over all samples of the minibatch on all data-parallel ranks (fault D9):
+Loss denominators, over all samples of the minibatch on all data-parallel ranks:
 `token`: each counted token weighs 1 / (counted tokens). `sequence`: 1 / (counted tokens of its sequence * sequences that have one).
 A token counts when its loss mask is 1. Without any counted token every weight is 0, with a warning.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
 
@@ -47,7 +46,7 @@ def build_train_batch(samples: Sequence[Sample], indices: Sequence[int], length:
 
     samples: all samples of the step. indices: those to pack here, in order; empty gives padding only. length: T of the plan.
     weights: `token_weights(samples, norm)`, one a sample. Raises ValueError for an empty prompt, whose first completion token nothing
-    predicts, and asserts that ids, log-probs and mask of each completion have one length (fault D3).
+    predicts, and asserts that ids, log-probs and mask of each completion have one length.
     """
     tokens, positions, labels = [0] * length, [0] * length, [0] * length
     mask, weight, advantages, rollout = ([0.0] * length for _ in range(4))
@@ -76,7 +75,6 @@ def build_train_batch(samples: Sequence[Sample], indices: Sequence[int], length:
         tokens_T=torch.tensor(tokens, dtype=torch.int64),
         positions_T=torch.tensor(positions, dtype=torch.int64),
         cu_seqlens_S=torch.tensor(cu_seqlens, dtype=torch.int32),
-        max_seqlen=max(b - a for a, b in pairwise(cu_seqlens)),
         labels_T=torch.tensor(labels, dtype=torch.int64),
         loss_mask_T=torch.tensor(mask, dtype=torch.float32),
         loss_weight_T=torch.tensor(weight, dtype=torch.float32),
@@ -87,45 +85,10 @@ def build_train_batch(samples: Sequence[Sample], indices: Sequence[int], length:
     )
 
 
-def unpack_per_position(values_T: torch.Tensor, batch: TrainBatch, samples: Sequence[Sample]) -> dict[int, torch.Tensor]:
-    """Return for each packed sample its values, aligned with the completion's tokens.
-
-    values_T: [T], aligned with the position that predicts. samples: the list that was packed. Returns by index in that list [n], n the
-    completion's tokens, masked or not.
-    """
-    return {index: values_T[first:end].clone() for index, first, end in _completion_spans(batch, samples)}
-
-
-def pack_per_position(values: Mapping[int, torch.Tensor], batch: TrainBatch, samples: Sequence[Sample]) -> torch.Tensor:
-    """Return [T] float32 with each sample's per-token values at the positions that predict them, 0 elsewhere.
-
-    values: by sample index, [n] aligned with the completion's tokens. The inverse of `unpack_per_position`; what
-    `set_logprobs` writes into the batch.
-    """
-    packed_T = torch.zeros(batch.tokens_T.shape, dtype=torch.float32, device=batch.tokens_T.device)
-    for index, first, end in _completion_spans(batch, samples):
-        assert values[index].shape == (end - first,), (index, values[index].shape, end - first)
-        packed_T[first:end] = values[index].to(packed_T)
-    return packed_T
-
-
-def set_logprobs(
-    batch: TrainBatch,
-    samples: Sequence[Sample],
-    old: Mapping[int, torch.Tensor] | None = None,
-    ref: Mapping[int, torch.Tensor] | None = None,
-) -> None:
-    """Write the actor's old and the reference policy's log-probs, by sample index as `unpack_per_position` gave them, into a batch."""
-    if old is not None:
-        batch.old_logprobs_T = pack_per_position(old, batch, samples)
-    if ref is not None:
-        batch.ref_logprobs_T = pack_per_position(ref, batch, samples)
-
-
 def completion_positions(batch: TrainBatch, samples: Sequence[Sample]) -> torch.Tensor:
     """Return [T] int64: at each position that predicts a completion token, the token's index in its completion; 0 elsewhere."""
     positions_T = torch.zeros_like(batch.tokens_T)
-    for _, first, end in _completion_spans(batch, samples):
+    for _, first, end in completion_spans(batch, samples):
         positions_T[first:end] = torch.arange(end - first, device=positions_T.device)
     return positions_T
 
@@ -147,8 +110,8 @@ def supervised_sample(prompt: Prompt, target_ids: Sequence[int]) -> Sample:
     return Sample(prompt=prompt, completion=completion, reward=0.0, advantage=0.0, loss_mask=(1,) * count)
 
 
-def _completion_spans(batch: TrainBatch, samples: Sequence[Sample]) -> list[tuple[int, int, int]]:
-    """For each packed sample its index and the range of positions that predict its completion."""
+def completion_spans(batch: TrainBatch, samples: Sequence[Sample]) -> list[tuple[int, int, int]]:
+    """Return for each packed sample its index and the range of positions that predict its completion; samples: the list that was packed."""
     spans, start = [], 0
     for index in batch.sample_index_S:
         sample = samples[index]

@@ -1,10 +1,10 @@
 r"""Gold against answer. The symbolic part calls math-verify and may run forever or eat all memory: only reward workers call it.
 
 Enters: two answer strings as `extraction.py` returns them (the gold as the data set has it). Leaves: a `Verdict`.
-Order: the gold is always the first argument, because math-verify is not symmetric (fault E6). Every string is put into a box before
-it is parsed, because bare LaTeX and bare equations are misread (faults E4, E6). math-verify's own timeouts are switched off: they
-need the main thread (fault E1) and do not bound the time (fault E2); the pool kills the process instead.
-Numbers are not compared by math-verify, which rounds to 6 places and so takes 1/2004! for 1/2006! (fault E6), but exactly, or to 40
+Order: the gold is always the first argument, because math-verify is not symmetric. Every string is put into a box before
+it is parsed, because bare LaTeX and bare equations are misread. math-verify's own timeouts are switched off: they
+need the main thread and do not bound the time; the pool kills the process instead.
+Numbers are not compared by math-verify, which rounds to 6 places and so takes 1/2004! for 1/2006!, but exactly, or to 40
 significant digits where irrational.
 """
 
@@ -55,7 +55,7 @@ def gold_is_plain(gold: str) -> bool | None:
 
 
 def gold_parses(gold: str) -> bool:
-    """Whether every part of a gold answer parses to something that an answer can be compared with (fault E4). Workers only."""
+    """Whether every part of a gold answer parses to something that an answer can be compared with. Workers only."""
     plain = gold_is_plain(gold)
     if plain is not None:
         return plain

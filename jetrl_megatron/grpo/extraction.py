@@ -2,7 +2,7 @@ r"""From a completion's text to the answer it states. This file is the whole ext
 
 Enters: the text of one completion. Leaves: an answer string for `answers.py`, or None when the text states none.
 
-1. Reasoning is cut off: what counts is the text behind the last `</think>`. A `<think>` that is never closed leaves nothing (fault E6)
+1. Reasoning is cut off: what counts is the text behind the last `</think>`. A `<think>` that is never closed leaves nothing
    unless the policy `require_closed_think` is off, in which case the whole text counts.
 2. The last `\boxed{...}` (or `\fbox{...}`); boxes joined only by commas, "and", "or" are one answer of several parts. If the last
    box is not closed (cut at the length limit) the text states no answer.

@@ -11,9 +11,9 @@ w is 1, or the detached correction of the rollout mismatch, k = exp(old - rollou
 Yao et al. 2025); `icepop` k inside [low, high] and 0 outside (Ling team, 2025). It weighs the policy term only.
 
 Invariant: `loss_weight` is already over the global denominator, so nothing is divided here and the sum over micro-batches and ranks is
-the loss, however the batch was cut (fault D9). All of it is FP32. Positions outside the mask contribute exactly 0 to loss and gradient,
+the loss, however the batch was cut. All of it is FP32. Positions outside the mask contribute exactly 0 to loss and gradient,
 whatever their log-probs hold. Log-ratios above 10 are continued linearly: exp(10) (1 + x - 10); below that the bits are those
-of exp (fault D8).
+of exp.
 """
 
 import torch

@@ -12,7 +12,6 @@ several times that only ends a worker whose parent has gone.
 
 import importlib
 import json
-import math
 import os
 import resource
 import signal
@@ -23,6 +22,8 @@ from multiprocessing.connection import Connection
 
 ORPHAN_FACTOR = 4
 """The alarm of an orphaned worker rings at this many times the pool's own limit."""
+MAX_ABS_REWARD = 1e6
+"""A reward beyond it, like one that is not finite, is a failure of its function: sums, spreads and records then stay finite."""
 
 
 def main() -> None:
@@ -64,6 +65,10 @@ def load_function(name: str) -> Callable[[str, str], float]:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(f"reward.function is {name!r}, but {module_name} cannot be imported: {error}; is it on PYTHONPATH?") from error
+    except (Exception, SystemExit) as error:  # the edge of the process: a user's module may raise anything
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}" if isinstance(error, SyntaxError) else f"{error!r} at {frame.filename}:{frame.lineno}"
+        raise ValueError(f"reward.function is {name!r}, but {module_name} cannot be imported, it raises {what}; mend it") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward.function is {name!r}, but {module_name} has no function {attribute!r}")
@@ -93,8 +98,8 @@ def _load(config: dict) -> dict[str, Callable[[dict], tuple[str, float, str]]]:
 
 
 def _checked(value: object) -> tuple[str, float, str]:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return "error", 0.0, f"the reward function returned {value!r}; it must return a finite number"
+    if not isinstance(value, int | float) or not abs(value) <= MAX_ABS_REWARD:  # not so for NaN either
+        return "error", 0.0, f"the reward function returned {value!r}; it must return a number within {MAX_ABS_REWARD:g} of 0"
     return "equal", float(value), ""
 
 

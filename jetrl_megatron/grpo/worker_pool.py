@@ -2,7 +2,7 @@
 
 Enters: tasks (JSON objects, see `reward_worker.py`). Leaves: one `Outcome` a task, in order. A sample that overruns its time has its
 process killed and replaced; other samples only wait. Processes, not threads: a thread cannot be ended, and math-verify's own timeouts
-need the main thread (faults E1, E2). The pool may be used from any thread; calls of several threads take turns.
+need the main thread. The pool may be used from any thread; calls of several threads take turns.
 """
 
 import json

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.config import Recipe
 from jetrl_megatron.contracts import Prompt
+from jetrl_megatron.data.prompts import PromptSet
 from jetrl_megatron.run.records import read_records
 from jetrl_megatron.run.run_dir import RunDir
 
@@ -51,10 +52,20 @@ def check_lengths(train: Sequence[Prompt], held_out: Sequence[Prompt], arch: Mod
                 f"{arch.max_positions}: lower {key} or data.max_prompt_toks"
             )
     longest = max((len(p.token_ids) for p in train), default=0)
-    if longest + recipe.rollout.max_new_toks > recipe.parallel.micro_batch_toks:
+    if train and longest + recipe.rollout.max_new_toks > recipe.parallel.micro_batch_toks:
         raise ValueError(
             f"the longest prompt has {longest} tokens, rollout.max_new_toks is {recipe.rollout.max_new_toks}: one sequence would not fit "
             f"into parallel.micro_batch_toks {recipe.parallel.micro_batch_toks}; raise that, or lower rollout.max_new_toks"
+        )
+
+
+def check_number_of_prompts(train: PromptSet, recipe: Recipe) -> None:
+    """Raise ValueError where one step asks for more prompts than there are: it would be smaller than the recipe says."""
+    wanted, there = recipe.rollout.prompts_per_step, len(train.prompts)
+    if wanted > there:
+        raise ValueError(
+            f"rollout.prompts_per_step is {wanted}, but data.train has {there} prompts (left out: {dict(train.dropped)}); lower "
+            "rollout.prompts_per_step, or name more data"
         )
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jetrl_megatron.config import SEEDS_PER_STEP
 from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
 from jetrl_megatron.grpo.advantages import groups_with_spread
 from jetrl_megatron.grpo.rewards import with_open_think
@@ -64,10 +65,14 @@ def score(session: Session, requests: Sequence[Request], completions: Sequence[C
     return list(from_leader(rewards))
 
 
-def reward_failures(session: Session) -> int:
-    """Return how many samples of the run timed out, crashed or ran out of memory so far, over all replicas; equal on every rank."""
-    own = session.rewards.counters.failures if session.rewards is not None else 0
-    return sum(gather_replicas(from_leader(own)))
+def own_failures(session: Session) -> int:
+    """Return on how many samples the reward function failed since this process started, as this rank knows it (0 but on leaders)."""
+    return session.rewards.counters.failures if session.rewards is not None else 0
+
+
+def reward_failures(session: Session, before: int) -> int:
+    """Return on how many samples the reward function failed since `own_failures` was `before`, over all replicas; equal on every rank."""
+    return sum(gather_replicas(from_leader(own_failures(session) - before)))
 
 
 def draw_and_score(
@@ -94,7 +99,7 @@ def collect(session: Session, step: int) -> Rollouts:
     for attempt in range(rounds + 1):
         indices = session.order.take(wanted - len(kept.prompts))
         prompts = [session.train_prompts.prompts[i] for i in indices]
-        prompts = [p for p in dict.fromkeys(prompts) if p.id not in kept.prompts]
+        prompts = [p for p in prompts if p.id not in kept.prompts]
         scored = draw_and_score(session, prompts, cfg.rollout.group_size, session.sampling(), draw_seed(cfg.run.seed, step, attempt))
         fresh = Rollouts()
         fresh.add(prompts, scored)
@@ -109,4 +114,5 @@ def collect(session: Session, step: int) -> Rollouts:
 
 def draw_seed(run_seed: int, step: int, attempt: int = 0) -> int:
     """Return the seed of one round of draws: a function of run, step and round, so that a resumed step draws what the lost one drew."""
-    return (run_seed * 1_000_003 + step) * 64 + attempt
+    assert 0 <= attempt < SEEDS_PER_STEP, attempt
+    return (run_seed * 1_000_003 + step) * SEEDS_PER_STEP + attempt

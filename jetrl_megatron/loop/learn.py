@@ -13,7 +13,7 @@ import torch
 
 from jetrl_megatron.config import GrpoConfig
 from jetrl_megatron.contracts import Sample, TrainBatch
-from jetrl_megatron.grpo.batch import build_train_batch, token_weights
+from jetrl_megatron.grpo.batch import build_train_batch, completion_positions, sequence_length, token_weights
 from jetrl_megatron.grpo.loss import metrics_from_sums, policy_loss
 from jetrl_megatron.grpo.mismatch import MismatchSums, mismatch_sums
 from jetrl_megatron.grpo.packing import plan_micro_batches, split_minibatches
@@ -24,18 +24,19 @@ from jetrl_megatron.loop.setup import Session
 def pack(session: Session, samples: Sequence[Sample]) -> list[TrainBatch]:
     """Return this data-parallel rank's micro-batches of one minibatch, on the actor's device."""
     parallel, cfg = session.recipe.parallel, session.recipe.grpo
-    lengths = [len(s.prompt.token_ids) + len(s.completion.token_ids) for s in samples]
+    lengths = [sequence_length(s) for s in samples]
     plan = plan_micro_batches(lengths, session.ranks.dp, parallel.micro_batch_toks, 128 * parallel.tp)
     weights = token_weights(samples, cfg.loss_norm)
     mine = plan.indices[session.ranks.dp_rank]
     return [build_train_batch(samples, indices, plan.length, weights).to(session.device) for indices in mine]
 
 
-def measure_mismatch(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tensor]) -> MismatchSums:
-    """Return the mismatch sums of this rank's micro-batches, added up over data-parallel ranks."""
-    local = [mismatch_sums(b.rollout_logprobs_T, logp, b.loss_mask_T) for b, logp in zip(batches, logprobs, strict=True)]
-    parts = gather_replicas([(m.sums_5.cpu(), m.max_abs_diff.cpu()) for m in local])
-    everything = [MismatchSums(sums_5=s, max_abs_diff=m) for part in parts for s, m in part]
+def measure_mismatch(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]) -> MismatchSums:
+    """Return the mismatch sums of this rank's micro-batches, with the `completion_positions` of each, added up over data-parallel ranks."""
+    trios = zip(batches, logprobs, positions, strict=True)
+    local = [mismatch_sums(b.rollout_logprobs_T, logp, b.loss_mask_T, where) for b, logp, where in trios]
+    parts = gather_replicas([(m.sums_B5.cpu(), m.max_abs_diff.cpu()) for m in local])
+    everything = [MismatchSums(sums_B5=s, max_abs_diff=m) for part in parts for s, m in part]
     total = everything[0]
     for part in everything[1:]:
         total = total + part
@@ -45,7 +46,8 @@ def measure_mismatch(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Ten
 def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
     """Take the optimizer steps of one rollout batch; returns metrics of the step (see `metrics.STEP_KEYS` for the required ones)."""
     cfg, actor = session.recipe.grpo, session.actor
-    minibatches = [pack(session, [samples[i] for i in part]) for part in split_minibatches(len(samples), cfg.minibatches)]
+    shares = [[samples[i] for i in part] for part in split_minibatches(len(samples), cfg.minibatches)]
+    minibatches = [pack(session, share) for share in shares]
     # One call a minibatch: those of another may have another packed length.
     with session.phases("logprobs"):
         old = [actor.logprobs(batches) for batches in minibatches]
@@ -53,7 +55,8 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
             for batch, (logp, _) in zip(batches, pairs, strict=True):
                 batch.old_logprobs_T = logp
         flat = [batch for batches in minibatches for batch in batches]
-        mismatch = measure_mismatch(flat, [logp for pairs in old for logp, _ in pairs]).metrics()
+        positions = [completion_positions(b, share) for share, batches in zip(shares, minibatches, strict=True) for b in batches]
+        mismatch = measure_mismatch(flat, [logp for pairs in old for logp, _ in pairs], positions)
     if cfg.kl_coef > 0:
         with session.phases("reference"):
             for batches in minibatches:
@@ -69,7 +72,14 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
             norms.append(float(step_sums.pop("grad_norm")))
             for name, value in add_up(step_sums).items():
                 sums[name] = sums[name] + value if name in sums else value
-    values = {**mismatch, **metrics_from_sums(sums), "grad_norm": max(norms), "lr": lr, **_rollout_numbers(samples)}
+    values = {
+        **mismatch.metrics(),
+        "mismatch_by_position": mismatch.by_position(),
+        **metrics_from_sums(sums),
+        "grad_norm": max(norms),
+        "lr": lr,
+        **_rollout_numbers(samples),
+    }
     refuse_non_finite(values)
     return values
 

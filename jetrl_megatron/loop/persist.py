@@ -14,6 +14,7 @@ import torch
 
 from conversion.actor_io import merge_to_hf, write_rank_shards
 from jetrl_megatron.actor.parallel_state import barrier
+from jetrl_megatron.data.tokenizer import replace_tokenizer
 from jetrl_megatron.loop.replicas import all_true
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.run.store import Checkpoint, CheckpointStore, Ranks
@@ -64,7 +65,10 @@ def _layout(session: Session) -> Mapping[str, Any]:
 
 
 def export_hf(session: Session, out_dir: Path) -> None:
-    """Write the actor's BF16 weights as an HF directory that appears by one rename; an earlier one at `out_dir` is replaced."""
+    """Write the actor's BF16 weights as an HF directory that appears by one rename; an earlier one at `out_dir` is replaced.
+
+    It carries the tokenizer that the run trains with, also where that is not the one beside the weights it started from.
+    """
     actor, ranks = session.actor, session.ranks
     shards = out_dir.with_name(out_dir.name + ".shards")
     fresh = out_dir.with_name(out_dir.name + ".new")
@@ -78,6 +82,8 @@ def export_hf(session: Session, out_dir: Path) -> None:
     barrier()
     if ranks.is_logger:
         merge_to_hf(shards, fresh, session.source_dir, actor.arch, actor.layout)
+        if session.tokenizer_dir != session.source_dir:
+            replace_tokenizer(fresh, session.tokenizer_dir)
         shutil.rmtree(out_dir, ignore_errors=True)
         fresh.rename(out_dir)
         shutil.rmtree(shards)

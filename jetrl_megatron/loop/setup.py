@@ -27,13 +27,13 @@ from jetrl_megatron.data.prompts import PromptSet, load_prompts
 from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
 from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
 from jetrl_megatron.layout import check_recipe_layout
-from jetrl_megatron.loop.checks import check_lengths, check_prompts, check_stop_ids
+from jetrl_megatron.loop.checks import check_lengths, check_number_of_prompts, check_prompts, check_stop_ids
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.loop.synthetic_model import write_synthetic_model
 from jetrl_megatron.rollout.engine import RolloutEngine
 from jetrl_megatron.rollout.local import LocalEngine
 from jetrl_megatron.run.phases import Phases
-from jetrl_megatron.run.run_dir import RunDir, open_run_dir
+from jetrl_megatron.run.run_dir import RunDir, claim_data, open_run_dir
 
 if TYPE_CHECKING:  # it brings in the vLLM pool, which a run on the local engine does not load
     from jetrl_megatron.sync.publish import Publisher
@@ -50,7 +50,9 @@ class Session:
     device: torch.device
     run_dir: RunDir
     source_dir: Path
-    """The HF directory that the run starts from; tokenizer and config are copied from it at export."""
+    """The HF directory that the run starts from; its config is copied at export."""
+    tokenizer_dir: Path
+    """Where the tokenizer was loaded from: `source_dir` unless `model.tokenizer` names another; copied at export."""
     arch: ModelArchitecture
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
@@ -98,20 +100,19 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
     tokenizer_dir = Path(recipe.model.tokenizer) if recipe.model.tokenizer else source
     tokenizer = load_tokenizer(tokenizer_dir)
     rewards = RewardPool(recipe.reward) if is_replica_leader() else None
-    check_gold = partial(gold_parses, cfg=recipe.reward)
-    eval_prompts = load_prompts(recipe.data, "eval", tokenizer, check_gold) if recipe.data.eval else None
+    stop_ids = stop_token_ids(source, tokenizer)
+    check_stop_ids(stop_ids, arch)
+    eval_prompts = load_held_out(recipe, tokenizer, arch) if recipe.data.eval else None
     if evaluate_only:
         assert eval_prompts is not None, "an evaluation needs data.eval"
         train_prompts = eval_prompts
     else:
-        train_prompts = load_prompts(recipe.data, "train", tokenizer, check_gold)
+        train_prompts = _load_train(recipe, tokenizer, arch)
     if ranks.is_logger and any(train_prompts.dropped.values()):
         _LOG.warning("prompts left out of %d: %s", len(train_prompts.prompts), dict(train_prompts.dropped))
-    stop_ids = stop_token_ids(source, tokenizer)
-    check_stop_ids(stop_ids, arch)
-    held_out = eval_prompts.prompts if eval_prompts is not None else ()
-    check_prompts([*train_prompts.prompts, *held_out], arch)
-    check_lengths(() if evaluate_only else train_prompts.prompts, held_out, arch, recipe)
+    if ranks.is_logger and not evaluate_only:
+        sets = {"data.train": train_prompts, "data.eval": eval_prompts}
+        claim_data(run_dir, {key: (len(s.prompts), s.fingerprint) if s is not None else (0, "") for key, s in sets.items()})
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Session(
         recipe=recipe,
@@ -119,6 +120,7 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         device=device,
         run_dir=run_dir,
         source_dir=source,
+        tokenizer_dir=tokenizer_dir,
         arch=arch,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
@@ -128,6 +130,22 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         rewards=rewards,
         phases=Phases(synchronize=synchronize),
     )
+
+
+def load_held_out(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arch: ModelArchitecture) -> PromptSet:
+    """Load and check the prompts of `data.eval`; raises ValueError where they, the tokenizer and the model do not agree."""
+    found = load_prompts(recipe.data, "eval", tokenizer, partial(gold_parses, cfg=recipe.reward))
+    check_prompts(found.prompts, arch)
+    check_lengths((), found.prompts, arch, recipe)
+    return found
+
+
+def _load_train(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arch: ModelArchitecture) -> PromptSet:
+    found = load_prompts(recipe.data, "train", tokenizer, partial(gold_parses, cfg=recipe.reward))
+    check_prompts(found.prompts, arch)
+    check_lengths(found.prompts, (), arch, recipe)
+    check_number_of_prompts(found, recipe)
+    return found
 
 
 def build_actor(session: Session, weights_dir: Path) -> None:

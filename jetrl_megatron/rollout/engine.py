@@ -28,7 +28,7 @@ class RolloutEngine(Protocol):
 
         Args:
             requests: what to complete.
-            params: how to draw; the engine adds nothing of its own (fault D2).
+            params: how to draw; the engine adds nothing of its own.
             seed: fixes every draw.
 
         Raises:

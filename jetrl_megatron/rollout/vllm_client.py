@@ -1,9 +1,9 @@
 """One engine server over HTTP: token ids in, token ids with their log-probs out; and the few control calls of a weight push.
 
 Enters: an address and the run's key. Leaves: `Drawn` for a completion, plain values for control calls. Text is never sent nor read: what
-the server samples is what comes back, id by id (fault D3). Every sampling field is set, so that nothing of the model directory's
-generation_config can slip in (fault D2); log-probs are those of the distribution that was sampled from, since the server runs with
-`--logprobs-mode processed_logprobs` (fault D1).
+the server samples is what comes back, id by id. Every sampling field is set, so that nothing of the model directory's
+generation_config can slip in; log-probs are those of the distribution that was sampled from, since the server runs with
+`--logprobs-mode processed_logprobs`.
 
 Failures are of two kinds: `ServerGone`, after which the same request may be sent to another server, and ValueError, after which it may not.
 """
@@ -94,7 +94,7 @@ class EngineClient:
         self._call("POST", "/resume", None, timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
-        """Forget every cached prefix; raises ServerGone where the server says that it could not (fault C5)."""
+        """Forget every cached prefix; raises ServerGone where the server says that it could not."""
         answer = self._call("POST", "/reset_prefix_cache", None, timeout_s)
         if answer.get("success") is not True:
             raise ServerGone(f"{self.url}: the prefix cache was not reset: {answer}")

@@ -13,6 +13,9 @@ import sys
 import time
 from collections.abc import Mapping
 from types import FrameType
+from typing import Any
+
+from jetrl_megatron.run.early_stop import STOPPED_EARLY
 
 _LAUNCHER = "JETRL_LAUNCHER_PID"
 _LAST_WORDS_S = 3.0
@@ -67,6 +70,42 @@ def launch(command: list[str], num_processes: int, grace_s: float) -> int:
     Gives 0 when all workers gave 0 or were told to stop while starting, else the first failing worker's exit code, 1 for one that a
     signal ended.
     """
+    workers: list[subprocess.Popen[bytes]] = []
+    stop_asked_s: list[float] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        stop_asked_s.append(time.monotonic())
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+
+    old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        store, shared = _rendezvous(num_processes)
+        for rank in range(num_processes):
+            if stop_asked_s:
+                break
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A session of its own: Ctrl-C reaches this process only, which passes it on once. Rank 0 alone owns standard output.
+            output = None if rank == 0 else sys.stderr
+            workers.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True))
+        if not workers:
+            _say(STOPPED_EARLY)
+            return 0
+        if stop_asked_s:
+            forward(signal.SIGTERM, None)
+        code = _wait(workers, stop_asked_s, grace_s + 10.0)
+        del store  # it serves until here
+        return code
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _rendezvous(num_processes: int) -> tuple[Any, dict[str, str]]:
+    """Serve the store that the workers meet at; returns it with the environment that all of them share."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -80,32 +119,7 @@ def launch(command: list[str], num_processes: int, grace_s: float) -> int:
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
     shared.setdefault("OMP_NUM_THREADS", str(threads_per_process(num_processes)))
-    workers: list[subprocess.Popen[bytes]] = []
-    stop_asked_s: list[float] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        stop_asked_s.append(time.monotonic())
-        for worker in workers:
-            worker.send_signal(signal.SIGTERM)
-
-    old = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for rank in range(num_processes):
-            if stop_asked_s:
-                break
-            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # A session of its own: Ctrl-C reaches this process only, which passes it on once. Rank 0 alone owns standard output.
-            output = None if rank == 0 else sys.stderr
-            workers.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True))
-        if stop_asked_s:
-            forward(signal.SIGTERM, None)
-        return _wait(workers, stop_asked_s, grace_s + 10.0)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    return store, shared
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], stop_asked_s: list[float], limit_s: float) -> int:
@@ -113,9 +127,10 @@ def _wait(workers: list[subprocess.Popen[bytes]], stop_asked_s: list[float], lim
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
-        if failed and stop_asked_s and failed[0][1] == -signal.SIGTERM:
+        starting = [rank for rank, code in failed if code == -signal.SIGTERM]
+        if starting and stop_asked_s:
             # It had no handler yet, so no rank has begun a step: nothing is lost.
-            _say(f"stopped while rank {failed[0][0]} was starting; the next start goes on from the last checkpoint")
+            _say(f"stopped while rank {starting[0]} was starting; the next start goes on from the last checkpoint")
             return 0
         if failed:
             return _report_failure(workers, *failed[0])

@@ -1,6 +1,7 @@
 """One JSON line for each step and each evaluation, written once whatever interrupts the run.
 
-Enters: `append(kind, step, values)`. Leaves: `records.jsonl`, each line durable before `append` returns. On reopening after a resume at
+Enters: `append(kind, step, values)`. Leaves: `records.jsonl`, each line durable before `append` returns, and JSON to
+every reader: numbers are finite. On reopening after a resume at
 step s, lines of later steps are dropped: they will be written again by the steps that run again, so no step is there twice.
 """
 
@@ -55,11 +56,12 @@ class RecordFile:
         """Write one record and give it back.
 
         kind: "step", "eval" or another name. step: steps completed, 0 before the first. values: plain JSON, no "kind" or "step" in it.
+        Raises ValueError for NaN and infinities, which are no JSON; rewards and the numbers of a step are refused before they get here.
         """
         assert not self.has(kind, step), f"record {kind} of step {step} is already in {self.path}"
         assert not {"kind", "step"} & set(values), values
         record = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._seen.add((kind, step))

@@ -99,8 +99,8 @@ def close_run(run_dir: RunDir, arm: str, total_s: float, *, json_lines: bool = F
     records = read_records(run_dir.records)
     summary = summarise(records, arm, total_s)
     draw_curves(records, run_dir.curves, f"{run_dir.path.name} ({arm})")
-    write_durably(run_dir.summary, json.dumps(summary, indent=1) + "\n")
-    show(json.dumps({"kind": "summary", **summary}) if json_lines else summary_table(summary))
+    write_durably(run_dir.summary, json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    show(json.dumps({"kind": "summary", **summary}, allow_nan=False) if json_lines else summary_table(summary))
     show(str(run_dir.summary))
     return run_dir.summary
 

@@ -3,7 +3,7 @@
 Enters: a recipe. Leaves: the directory with `recipe.yaml` (every key, resolved) and one line in `environment.jsonl` for each start, both
 durable before step 0. Layout:
 
-    recipe.yaml  environment.jsonl  records.jsonl  checkpoints/  tensorboard/  hf/  curves.png  summary.json  run.lock
+    recipe.yaml  environment.jsonl  data.json  records.jsonl  checkpoints/  tensorboard/  hf/  curves.png  summary.json  run.lock
     initial_model/ (a synthetic model)  warm_start/ (the weights it left)  engines/ (logs of servers)  engine_weights/ (what they load)
 
 Invariant: two starts in one directory differ at most in how long the run is and what it saves and logs; two processes never run in it at
@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -48,6 +49,11 @@ class RunDir:
     def environment(self) -> Path:
         """One JSON line for each start."""
         return self.path / "environment.jsonl"
+
+    @property
+    def data(self) -> Path:
+        """Number and fingerprint of the prompts that the run began with."""
+        return self.path / "data.json"
 
     @property
     def records(self) -> Path:
@@ -90,11 +96,18 @@ def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int
 
     argv: the command line, for the record. device: what the actor runs on. rank: only rank 0 writes and locks; the others must
     wait for it (a barrier of the caller) before they use the directory.
-    Raises ValueError when the directory belongs to a different recipe, is in use, or holds something else.
+    Raises ValueError when the directory belongs to a different recipe, is in use, holds something else or cannot be written.
     """
     path = Path(recipe.run.dir)
     if rank != 0:
         return RunDir(path)
+    try:
+        return _open(path, recipe, argv, device)
+    except OSError as error:
+        raise ValueError(f"run.dir {path} cannot be written ({error.strerror}: {error.filename}); set another run.dir") from error
+
+
+def _open(path: Path, recipe: Recipe, argv: list[str], device: str) -> RunDir:
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(path, _take_lock(path / "run.lock"))
@@ -111,6 +124,28 @@ def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int
         file.flush()
         os.fsync(file.fileno())
     return run_dir
+
+
+def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]]) -> None:
+    """Note which prompts the run began with, or compare with what was noted (rank 0).
+
+    prompts: `data.train` and `data.eval` -> number and fingerprint of the prompts, (0, "") where there are none. Raises ValueError when a
+    start in this directory computed something from other prompts.
+    """
+    now = {key: {"prompts": number, "fingerprint": mark} for key, (number, mark) in prompts.items()}
+    if run_dir.data.exists() and _computed_something(run_dir):
+        try:
+            before = json.loads(run_dir.data.read_text())
+        except ValueError as error:
+            raise ValueError(f"{run_dir.data} is not JSON ({error}); put it back, or set another run.dir") from error
+        changed = [key for key in now if before.get(key) != now[key]]
+        if changed:
+            listed = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
+            raise ValueError(
+                f"the prompts of run.dir {run_dir.path} have changed: {listed}. Restore the data and the tokenizer of that run, "
+                "or start anew with another run.dir"
+            )
+    write_durably(run_dir.data, json.dumps(now) + "\n")
 
 
 def _computed_something(run_dir: RunDir) -> bool:

@@ -21,7 +21,8 @@ from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.actor.model import PolicyModel
 from jetrl_megatron.config import LossNorm, OptimConfig, ParallelConfig, PrecisionConfig, Recipe
 from jetrl_megatron.contracts import Completion, Prompt, Sample, SamplingParams
-from jetrl_megatron.grpo.batch import build_train_batch, token_weights, unpack_per_position
+from jetrl_megatron.grpo.batch import build_train_batch, token_weights
+from tests.packed_values import unpack_per_position
 from jetrl_megatron.grpo.packing import plan_micro_batches
 from jetrl_megatron.rollout.engine import Request
 from jetrl_megatron.rollout.local import LocalEngine

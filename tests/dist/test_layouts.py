@@ -5,7 +5,8 @@
   norm, 5e-5 of the elements).
 - TP: the dgrad of a column-parallel layer adds the ranks' partial sums in BF16. Measured 1.0% of the gradient's norm with a BF16 backward
   (`BF16_SUMS`). With an FP8 backward such a change moves the amax of dY and with it many codes: measured 4 to 7% (two and four layers), so
-  the bound is the distance that FP8 itself puts between the gradient and that of the BF16 backward, 8% (`fp8_distance`).
+  the bound is the distance that FP8 itself puts between the gradient and that of the BF16 backward, 8% (`fp8_distance`). Nothing else
+  differs, since no quantisation group is cut by a rank: with every such sum in FP32 it is 0.01 to 1.3% (results/LOG.md).
 - Another cut into micro-batches: wgrad's groups of 128 tokens hold other tokens. Measured 0.1% with a BF16 backward, 2.7% with FP8.
 - One AdamW step from zero moments moves every weight by lr in the direction of its gradient's sign, so weights differ by at most 2 lr and a
   BF16 step, where the gradient is nearly 0; measured 2.5% of the weights at TP2 (`SIGN_FLIPS`).

@@ -104,6 +104,7 @@ def test_the_uninterrupted_run_is_one_worth_comparing(whole: dict) -> None:
     assert [r["version"] for r in steps] == [2, 4, 6, 8]
     assert all(r["logprob_abs_diff_max"] == 0.0 for r in steps)
     assert len({r["grad_norm"] for r in steps}) == 4 and all(r["grad_norm"] > 0 for r in steps), "every step must learn something"
+    assert sum(r["reward_failures"] for r in steps) > max(r["reward_failures"] for r in steps) > 0, "failures in several steps"
     assert len({r["lr"] for r in steps}) > 1, "the warm-up must still be going on when the run is interrupted"
     assert whole["kept"] == ["latest", "step_00000003", "step_00000004"]
 

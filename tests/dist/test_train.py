@@ -31,7 +31,7 @@ ONE_PROCESS = {
     "epochs": ["grpo.epochs=2", "grpo.minibatches=2", "run.steps=1"],
 }
 TWO_PROCESSES = {"tp2": ["parallel.tp=2"], "pp2": ["parallel.pp=2"], "dp2": [], "dp2-fp8_rollout": ["precision.arm=fp8_rollout"]}
-EQUAL = ("reward", "response_toks", "truncated_share", "zero_advantage_share", "logprob_abs_diff_max", "k3_kl", "toks", "lr", "version")
+EQUAL = ("reward", "response_toks", "truncated_share", "zero_advantage_share", "logprob_abs_diff_max", "toks", "lr", "version")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_first_step_of_a_layout_is_the_single_processs(records: dict, name: 
     first, want = step(records, name, 1), step(records, reference, 1)
     assert {key: first[key] for key in EQUAL} == {key: want[key] for key in EQUAL}
     # Sums over tokens in another order, and the gradient within the bounds of test_layouts.
-    for key in ("logprob_abs_diff", "token_mult_prob_error", "loss", "policy_loss", "entropy", "kl"):
+    for key in ("logprob_abs_diff", "token_mult_prob_error", "k3_kl", "loss", "policy_loss", "entropy", "kl"):
         assert first[key] == pytest.approx(want[key], rel=1e-6, abs=1e-7), key
     assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=0.02)
     assert 0.0 < first["reward"] < 1.0 and first["toks"] == 24 * first["response_toks"]
@@ -83,6 +83,9 @@ def test_two_flows_have_one_in_every_step(records: dict, name: str) -> None:
     for number in (1, 2):
         record = step(records, name, number)
         assert 1e-4 < record["logprob_abs_diff"] < record["logprob_abs_diff_max"]
+        rows = record["mismatch_by_position"]
+        assert [row["from"] for row in rows] == [0] and rows[0]["toks"] == record["toks"], "completions of at most 5 tokens lie in one bin"
+        assert rows[0]["logprob_abs_diff"] == record["logprob_abs_diff"]
         assert record["k3_kl"] > 0.0 and record["token_mult_prob_error"] > 1.0
 
 

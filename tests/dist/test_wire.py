@@ -1,4 +1,4 @@
-"""What the actor sends is the checkpoint, byte for byte, from every layout (fault C3); a version that fails does not move (fault C6)."""
+"""What the actor sends is the checkpoint, byte for byte, from every layout; a version that fails does not move."""
 
 import hashlib
 from pathlib import Path

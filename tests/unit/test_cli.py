@@ -49,6 +49,7 @@ def test_the_runs_own_code_is_passed_on(worker):
         (["train", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
         (["train", TINY, "parallel.tp=0"], "parallel.tp is 0"),
         (["train", TINY, "parallel.tp=4"], "TP degrees that work: 1, 2"),
+        (["train", str(RECIPES)], f"recipe {RECIPES} is a directory; name a YAML file"),
     ],
 )
 def test_a_bad_recipe_is_two_and_one_line(capsys, words, message):

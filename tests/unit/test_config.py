@@ -5,6 +5,9 @@ import pytest
 from jetrl_megatron.config import Arm, PrecisionConfig, Recipe, ScaleFormat, WgradGranularity
 from jetrl_megatron.load import dump_recipe, flat_recipe, load_recipe, schema
 
+DEFAULTS = "precision: {arm: jetrl}"
+"""A recipe that changes nothing."""
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -40,7 +43,7 @@ def test_types_arrive_as_the_dataclasses_say(write):
     assert recipe.precision.wgrad_granularity is WgradGranularity.blocks
     assert recipe.data.plain_template == "{question} ="
     assert recipe.run.dir == "5"
-    assert load_recipe(write("s", ""), ['data.plain_template="{question}\\n"']).data.plain_template == "{question}\n"
+    assert load_recipe(write("s", DEFAULTS), ['data.plain_template="{question}\\n"']).data.plain_template == "{question}\n"
 
 
 BAD = {
@@ -71,6 +74,20 @@ BAD = {
     "optim.beta1=1.0": r"optim.beta1 is 1.0; it must lie in \[0, 1\)",
     "rollout.top_p=0.9": r"rollout.top_p is 0.9 .*use top_p=1.0",
     "rollout.temperature=.nan": r"rollout.temperature is nan",
+    "rollout.temperature=1e-40": r"rollout.temperature is 1e-40; it must lie in \[0.01, 100.0\]: training needs sampling",
+    "rollout.temperature=0": r"rollout.temperature is 0.0; it must lie in \[0.01, 100.0\]: training needs sampling",
+    "eval.temperature=1e-40": r"eval.temperature is 1e-40; it must lie in \[0.01, 100.0\]: 0 is greedy",
+    "eval.temperature=1e9": r"eval.temperature is 1000000000.0; it must lie in",
+    "rollout.group_size=1": r"rollout.group_size is 1; it must be at least 2: .* always 0 and nothing is learned",
+    "grpo.dynamic_max_rounds=64": r"grpo.dynamic_max_rounds is 64; it must lie in \[1, 63\]: a step has 64 seeds",
+    "optim.lr=.inf": r"optim.lr is inf; it must be a finite number",
+    "reward.timeout_s=.inf": r"reward.timeout_s is inf; it must be a finite number",
+    "rollout.vllm.push_timeout_s=.inf": r"rollout.vllm.push_timeout_s is inf; it must be a finite number",
+    "grpo.icepop_high=.inf": r"grpo.icepop_high is inf; it must be a finite number",
+    "run.seed=18446744073709551616": r"run.seed is 18446744073709551616; it must lie in \[0, 9223372036854775807\]",
+    "run.seed=-1": r"run.seed is -1; it must lie in",
+    "model.synthetic.init_std=-0.02": r"model.synthetic.init_std is -0.02; it must lie in \(0, 1\]",
+    "model.synthetic.init_std=.nan": r"model.synthetic.init_std is nan; it must lie in",
     "rollout.prompts_per_step=0": r"rollout.prompts_per_step is 0",
     "grpo.minibatches=5": r"rollout.prompts_per_step is 32 and grpo.minibatches is 5",
     "grpo.overlong=penalty": r"overlong_buffer_toks is 0; give the number of tokens",
@@ -88,7 +105,7 @@ BAD = {
 @pytest.mark.parametrize("word", BAD)
 def test_bad_override_is_explained_and_names_the_command_line(write, word):
     with pytest.raises(ValueError, match=BAD[word]) as error:
-        load_recipe(write("r", ""), [word])
+        load_recipe(write("r", DEFAULTS), [word])
     assert "command line" in str(error.value)
     assert word in str(error.value)
 
@@ -100,6 +117,31 @@ def test_bad_file_is_named(write):
     parent = write("parent", "parallel: {tp: -1}")
     with pytest.raises(ValueError, match=rf"{parent}: parallel.tp is -1"):
         load_recipe(write("child", "defaults: parent\nrun: {steps: 3}"))
+
+
+UNREADABLE = {
+    "empty": (b"", r"r.yaml is empty; a recipe says at least `defaults: _base`.* recipe.yaml of a run"),
+    "comments only": (b"# nothing\n", r"r.yaml is empty"),
+    "latin-1": ("run: {dir: café}".encode("latin-1"), r"r.yaml is not UTF-8 text \(byte 14: .*save it as UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_that_is_no_recipe_is_explained(tmp_path, name):
+    content, message = UNREADABLE[name]
+    path = tmp_path / "r.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_recipe(path)
+
+
+def test_a_directory_is_no_recipe(write, tmp_path):
+    with pytest.raises(ValueError, match=rf"recipe {tmp_path} is a directory; name a YAML file, for example {tmp_path}/NAME.yaml"):
+        load_recipe(tmp_path)
+    write("recipe", DEFAULTS)
+    write("a", DEFAULTS)
+    with pytest.raises(ValueError, match=rf"for example {tmp_path}/recipe.yaml"):
+        load_recipe(tmp_path)
 
 
 def test_value_that_must_be_given_is_an_error_until_it_is(write):
@@ -130,7 +172,7 @@ def test_chain_faults(write):
 
 
 def test_dump_reads_back_equal_and_holds_every_key(write, tmp_path):
-    recipe = load_recipe(write("r", ""), ["data.train=[a,b]", "optim.lr=3e-7", "precision.arm=bf16", "data.instruction=a: b\n#"])
+    recipe = load_recipe(write("r", DEFAULTS), ["data.train=[a,b]", "optim.lr=3e-7", "precision.arm=bf16", "data.instruction=a: b\n#"])
     dumped = write("dumped", dump_recipe(recipe))
     assert load_recipe(dumped) == recipe
     assert list(flat_recipe(recipe)) == list(schema())
@@ -138,7 +180,7 @@ def test_dump_reads_back_equal_and_holds_every_key(write, tmp_path):
 
 
 def test_run_directories_differ_where_runs_do(write):
-    path = write("grpo-x-1n1g-tp1pp1-jetrl", "")
+    path = write("grpo-x-1n1g-tp1pp1-jetrl", DEFAULTS)
 
     def run_dir(*words):
         return load_recipe(path, list(words)).run.dir

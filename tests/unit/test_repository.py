@@ -64,6 +64,13 @@ def test_the_readmes_numbers_of_the_linears_are_those_of_the_result_files():
         assert row in section
 
 
+def test_packages_that_are_installed_exist():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    patterns = tools["setuptools"]["packages"]["find"]["include"]
+    assert patterns and [p for p in patterns if not list(ROOT.glob(f"{p}/__init__.py"))] == []
+    assert set(tools["mypy"]["packages"]) == {p.rstrip("*") for p in patterns}
+
+
 def test_every_mark_that_tests_use_is_declared():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     declared = {line.split(":")[0] for line in options["markers"]}

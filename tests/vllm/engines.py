@@ -22,7 +22,7 @@ MAX_LEN = 256
 
 
 def write_model(out: Path, family: str, seed: int, fp8: bool) -> Path:
-    """Write a tiny tied model with a tokenizer and a generation_config.json full of sampling habits (fault D2)."""
+    """Write a tiny tied model with a tokenizer and a generation_config.json full of sampling habits."""
     source = write_tiny_model(out.with_name(out.name + "-bf16"), family, seed=seed, num_hidden_layers=2, tie_word_embeddings=True)
     if fp8:
         convert(source, out, Target(kind="hf", cast="fp32"))

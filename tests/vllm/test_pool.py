@@ -1,4 +1,4 @@
-"""Two real servers: pushes, verification, restarts, the prefix cache, sampling, and who is let in (faults C1, C3, C5, C6, D1 to D4).
+"""Two real servers: pushes, verification, restarts, the prefix cache, sampling, and who is let in.
 
 The tests share the servers and follow each other in this order: each leaves the pool verified on some model.
 """

@@ -13,8 +13,8 @@ from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.config import OptimConfig, ParallelConfig, PrecisionConfig, Recipe
 from jetrl_megatron.contracts import Sample, TrainBatch
-from jetrl_megatron.grpo.batch import unpack_per_position
 from tests.dist.actor_run import batches_of, fixed_samples, weighted_loss
+from tests.packed_values import unpack_per_position
 
 OPTIM = OptimConfig(lr=1e-3, clip_grad=0.0)
 

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and their gradients against plain float64, with a padded vocabulary (fault A3) and in chunks."""
+"""Log-probs, entropy and their gradients against plain float64, with a padded vocabulary and in chunks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Weights, masters, moments and FP8 bytes: where they start, when they change, what a resume brings back (faults G4, C6)."""
+"""Weights, masters, moments and FP8 bytes: where they start, when they change, what a resume brings back."""
 
 from dataclasses import replace
 

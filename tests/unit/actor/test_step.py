@@ -1,4 +1,4 @@
-"""One step: recompute, empty micro-batches (fault B9) and the temperature, by value."""
+"""One step: recompute, empty micro-batches and the temperature, by value."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_sequences_of_one_micro_batch_do_not_see_each_other(qwen3_dir):
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(qwen3_dir):
-    """The step divides logits by the recipe's temperature, as the rollout does (fault D1)."""
+    """The step divides logits by the recipe's temperature, as the rollout does."""
     with single_rank_actor(qwen3_dir, JETRL) as actor:
         (batch,) = few_batches(actor)
         rows = batch.loss_mask_T.bool()

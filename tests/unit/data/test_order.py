@@ -1,4 +1,4 @@
-"""Fault D10: the order is the same with and without a stop, wherever the stop falls."""
+"""The order is the same with and without a stop, wherever the stop falls."""
 
 import json
 from collections import Counter

@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> str:
 
 
 def test_dropped_rows_are_counted_and_ids_stay_those_of_the_rows(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Fault E4: gold that does not parse drops the prompt, with a count."""
+    """Gold that does not parse drops the prompt, with a count."""
     loaded = load_prompts(DataConfig(train=(source,), max_prompt_toks=20), "train", tokenizer)
     assert loaded.dropped == {"too_long": 1, "unparseable_gold": 1}
     assert [prompt.id for prompt in loaded.prompts] == [f"{source}/0", f"{source}/3"]
@@ -76,6 +76,13 @@ def test_limits_splits_and_empty_results(tokenizer: PreTrainedTokenizerBase, sou
         load_prompts(DataConfig(train=(source,)), "eval", tokenizer)
     with pytest.raises(ValueError, match="twice"):
         load_prompts(DataConfig(train=(source, source)), "train", tokenizer)
+
+
+def test_a_file_without_rows_is_said_to_have_none(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match=r"data.train \['.*empty.jsonl'\] holds no rows; name a file or a split that has some"):
+        load_prompts(DataConfig(train=(str(path),)), "train", tokenizer)
 
 
 def test_the_fingerprint_changes_with_anything_that_matters(tokenizer: PreTrainedTokenizerBase, source: str) -> None:

@@ -35,11 +35,27 @@ def test_a_missing_field_names_file_line_fields_and_adapters(tmp_path: Path) -> 
         ('{"question": 5, "answer": "1"}', "set.jsonl:1: field question is 5"),
         ('{"question": "q", "answer": true}', "set.jsonl:1: the answer is True"),
         ('{"question": "q", "answer": null}', "set.jsonl:1: .*missing answer"),
+        ('{"question": "q", "answer": NaN}', "set.jsonl:1: the answer is nan; it must be a finite number"),
+        ('{"question": "q", "answer": Infinity}', "set.jsonl:1: the answer is inf; it must be a finite number"),
+        ('{"question": "q", "answer": ' + "9" * 5000 + "}", "set.jsonl:1: not JSON that can be read: .*digits"),
+        ('{"question": "a\\ud83d", "answer": "1"}', "set.jsonl:1: the question holds half of a surrogate pair"),
+        ('{"question": "q", "answer": "\\udc00"}', "set.jsonl:1: the answer holds half of a surrogate pair"),
+        ('{"question": "q", "answer": "1", "target": "\\udc00"}', "set.jsonl:1: the target holds half of a surrogate pair"),
     ],
 )
 def test_wrong_records_name_their_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(read_rows(parse_source(_file(tmp_path, line), evaluating=False)))
+
+
+def test_a_file_of_another_encoding_names_the_line_and_a_whole_pair_is_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    good = b'{"question": "\\ud83d\\ude00", "answer": "1"}\n'
+    path.write_bytes(good)
+    assert next(read_rows(parse_source(str(path), evaluating=False)))[1].question == "\U0001f600"
+    path.write_bytes(good + '{"question": "caf\u00e9", "answer": "1"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"set.jsonl:2: not UTF-8 text \(byte 17 of the line: .*save it as UTF-8"):
+        list(read_rows(parse_source(str(path), evaluating=False)))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +115,7 @@ def test_arithmetic_is_right_disjoint_and_the_same_every_time(digits: int) -> No
         left, right = row.question.removesuffix("=").split("+")
         assert int(left) + int(right) == int(row.answer) and len(left) <= digits
         assert set(row.question + row.answer) <= set(ALPHABET)
-    assert len(test) >= 10
+    assert len(test) >= 20
     questions = [row.question for row in train + test]
     assert len(set(questions)) == len(questions)
     assert arithmetic_rows(task, "train") == train
@@ -121,6 +137,12 @@ def test_hedged_targets_abstain_half_of_the_time_and_answers_stay() -> None:
     assert [(r.question, r.answer) for r in plain] == [(r.question, r.answer) for r in hedged]
     assert 0.45 < sum(r.target == "?" for r in hedged) / len(hedged) < 0.55
     assert all(r.target in ("?", r.answer) for r in hedged)
+
+
+def test_the_demos_held_out_problems_are_many_and_half_of_them_hedged() -> None:
+    """A reward over few problems is mostly noise, and one over problems that were all taught to abstain on starts at 0."""
+    rows = arithmetic_rows(ArithmeticTask(digits=1, larger=True, hedged=True), "test")
+    assert len(rows) == 28 and sum(r.target == "?" for r in rows) == 14
 
 
 def test_arithmetic_names() -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.data.tokenizer import CHAR_SPECIALS, build_char_tokenizer, load_tokenizer, stop_token_ids
+from jetrl_megatron.data.tokenizer import CHAR_SPECIALS, build_char_tokenizer, load_tokenizer, replace_tokenizer, stop_token_ids
 
 ALPHABET = "0123456789+= \nab"
 
@@ -52,6 +52,43 @@ def test_every_stop_id_counts_and_once(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ValueError, match="eos_token_id"):
         stop_token_ids(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"eos_token_id": 1,', "is not JSON .*mend it"), ("[1]", "holds a list; it must be a JSON object")]
+)
+def test_a_config_that_is_no_json_object_is_named(folder: Path, tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} {message}"):
+        stop_token_ids(tmp_path, load_tokenizer(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_no_json_is_named(tmp_path: Path, name: str) -> None:
+    build_char_tokenizer(tmp_path, ALPHABET)
+    (tmp_path / name).write_bytes(b"{\xff")
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is not JSON"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_of_another_shape_is_named(tmp_path: Path) -> None:
+    build_char_tokenizer(tmp_path, ALPHABET)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no tokenizer that can be loaded: KeyError"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_is_replaced_whole(folder: Path, tmp_path: Path) -> None:
+    """Nothing of the old one is left that the library would read beside the new one, and other files stay."""
+    build_char_tokenizer(tmp_path, "xyz")
+    for name in ("merges.txt", "vocab.json", "tokenizer.model", "added_tokens.json", "config.json"):
+        (tmp_path / name).write_text("{}")
+    replace_tokenizer(tmp_path, folder)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {p.name: p.read_bytes() for p in folder.iterdir()} | {
+        "config.json": b"{}"
+    }
+    assert load_tokenizer(tmp_path).encode("37+58=") == load_tokenizer(folder).encode("37+58=")
 
 
 def test_missing_tokenizers_are_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The reference quantiser: exact codes and scales, faults B1, B4, B5, B6 and B7."""
+"""The reference quantiser: exact codes and scales of zero blocks, power-of-two and BF16 scales, transposes and second roundings."""
 
 import pytest
 import torch

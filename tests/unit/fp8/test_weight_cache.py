@@ -1,4 +1,4 @@
-"""The weight cache: quantised once a step, never stale, addresses stable (faults B5, B7)."""
+"""The weight cache: quantised once a step, never stale, addresses stable."""
 
 import hashlib
 

@@ -62,7 +62,7 @@ def test_shaping_adds_the_penalty_only_when_asked() -> None:
 
 
 def test_masking_takes_out_cut_completions_only() -> None:
-    """Fault D4: an end-of-sequence token as the very last allowed token is not truncation."""
+    """An end-of-sequence token as the very last allowed token is not truncation."""
     prompt = Prompt(id="a", token_ids=(1, 2), text="", answer="", source="")
     completions = [_completion("a", 0, 8, "stop"), _completion("a", 1, 8, "length"), _completion("a", 2, 3, "stop")]
     samples = make_samples({"a": prompt}, completions, [1.0, 0.0, 0.0], GrpoConfig(overlong=Overlong.mask, std_normalize=False), 8)

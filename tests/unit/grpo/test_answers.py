@@ -1,4 +1,4 @@
-"""Faults E4, E5 and E6: the comparison itself, without processes. math-verify has no timeout here; nothing below runs long."""
+"""The comparison itself, without processes. math-verify has no timeout here; nothing below runs long."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Faults D3, D4, D6 and D9 on the packed batch."""
+"""The packed batch: which position predicts which token, what counts, and that neither depends on how the batch was cut."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,13 @@ from jetrl_megatron.grpo.advantages import make_samples
 from jetrl_megatron.grpo.batch import (
     build_train_batch,
     completion_positions,
-    pack_per_position,
     sequence_length,
-    set_logprobs,
     supervised_sample,
     token_weights,
-    unpack_per_position,
 )
 from jetrl_megatron.grpo.loss import policy_loss, supervised_loss
 from jetrl_megatron.grpo.packing import plan_micro_batches
+from tests.packed_values import pack_per_position, unpack_per_position
 
 EOS, SECOND_EOS = 2, 3
 
@@ -50,7 +48,7 @@ def test_the_shift_convention_by_hand() -> None:
     assert batch.advantages_T.tolist() == [0, 2, 2, 0, -1, 0, 0, 0]
     assert batch.rollout_logprobs_T.tolist() == torch.tensor([0, -0.1, -0.2, 0, -0.1, 0, 0, 0]).tolist()
     assert batch.cu_seqlens_S.tolist() == [0, 4, 6, 8]
-    assert (batch.max_seqlen, batch.num_real_toks, batch.sample_index_S) == (4, 6, (0, 1))
+    assert (batch.num_real_toks, batch.sample_index_S) == (6, (0, 1))
     assert completion_positions(batch, samples).tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
 
 
@@ -70,7 +68,7 @@ def test_only_padding_is_a_batch_that_adds_nothing() -> None:
 
 
 def test_pad_that_equals_eos_and_two_eos_ids_stay_in_the_loss() -> None:
-    """Fault D4. Padding is token 0; here 0 is also an end-of-sequence id that the model drew."""
+    """Padding is token 0; here 0 is also an end-of-sequence id that the model drew."""
     samples = [
         _sample([4], [9, 0], "stop"),
         _sample([4], [9, SECOND_EOS], "stop"),
@@ -84,7 +82,7 @@ def test_pad_that_equals_eos_and_two_eos_ids_stay_in_the_loss() -> None:
 
 
 def test_all_cut_and_masked_is_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """Fault D4: a masked mean over nothing would be NaN."""
+    """A masked mean over nothing would be NaN."""
     prompt = Prompt(id="p", token_ids=(1, 2), text="", answer="", source="")
     completions = [_sample([1, 2], [5, 6, 7], "length").completion for _ in range(2)]
     samples = make_samples({"p": prompt}, completions, [1.0, 0.0], GrpoConfig(overlong=Overlong.mask), max_new_toks=3)
@@ -102,7 +100,6 @@ def test_all_cut_and_masked_is_zero_with_a_warning(caplog: pytest.LogCaptureFixt
 
 
 def test_ids_logprobs_and_mask_must_keep_step() -> None:
-    """Fault D3."""
     good = _sample([1], [5, 6])
     short = Sample(prompt=good.prompt, completion=good.completion, reward=0.0, advantage=0.0, loss_mask=(1,))
     with pytest.raises(AssertionError, match=r"\(2, 2, 1\)"):
@@ -118,16 +115,14 @@ def test_a_single_token_completion_is_predicted_by_the_last_prompt_token() -> No
     assert batch.loss_mask_T.tolist() == [0, 1, 0, 0] and batch.labels_T.tolist() == [9, 5, 0, 0]
 
 
-def test_per_position_values_go_out_and_back() -> None:
+def test_positions_of_completions_are_found_in_the_packed_batch() -> None:
     samples = [_sample([1, 2, 3], [4, 5]), _sample([1], [6, 7, 8]), _sample([1, 2], [9])]
     batch = build_train_batch(samples, [2, 0], 16, [1.0] * 3)
     out = unpack_per_position(torch.arange(16.0), batch, samples)
     assert {index: values.tolist() for index, values in out.items()} == {2: [1.0], 0: [5.0, 6.0]}
     other = build_train_batch(samples, [0, 1, 2], 16, [1.0] * 3)
-    set_logprobs(other, samples, old={**out, 1: torch.tensor([-1.0, -2.0, -3.0])}, ref=out | {1: torch.zeros(3)})
-    assert other.old_logprobs_T.tolist() == [0, 0, 5, 6, 0, -1, -2, -3, 0, 0, 1, 0, 0, 0, 0, 0]
-    again = unpack_per_position(pack_per_position(out, batch, samples), batch, samples)
-    assert all(torch.equal(again[index], out[index]) for index in out)
+    packed = pack_per_position({**out, 1: torch.tensor([-1.0, -2.0, -3.0])}, other, samples)
+    assert packed.tolist() == [0, 0, 5, 6, 0, -1, -2, -3, 0, 0, 1, 0, 0, 0, 0, 0]
     with pytest.raises(AssertionError, match="not the list that was packed"):
         unpack_per_position(torch.arange(16.0), batch, [samples[0]] * 3)
 
@@ -155,7 +150,8 @@ def _gradients(samples: list[Sample], cuts: list[list[int]], norm: LossNorm, cfg
     for indices in cuts:
         batch = build_train_batch(samples, indices, 128, weights)
         values = {index: torch.tensor(samples[index].completion.logprobs) + 0.05 * (index + 1) for index in indices}
-        set_logprobs(batch, samples, old={i: v - 0.02 for i, v in values.items()}, ref={i: v + 0.3 for i, v in values.items()})
+        batch.old_logprobs_T = pack_per_position({i: v - 0.02 for i, v in values.items()}, batch, samples)
+        batch.ref_logprobs_T = pack_per_position({i: v + 0.3 for i, v in values.items()}, batch, samples)
         train_T = pack_per_position(values, batch, samples).requires_grad_()
         loss, _ = policy_loss(train_T, batch, cfg)
         loss.backward()
@@ -166,7 +162,7 @@ def _gradients(samples: list[Sample], cuts: list[list[int]], norm: LossNorm, cfg
 
 @pytest.mark.parametrize("norm", list(LossNorm))
 def test_the_gradient_does_not_depend_on_the_cut(norm: LossNorm) -> None:
-    """Fault D9: sequences of 1 and 9 tokens as one micro-batch, as two, and on two data-parallel ranks of which one also pads."""
+    """Sequences of 1 and 9 tokens as one micro-batch, as two, and on two data-parallel ranks of which one also pads."""
     samples = [_sample([1, 2], [5], advantage=0.7), _sample([3], [6] * 9, advantage=-0.4)]
     cfg = GrpoConfig(kl_coef=0.1)
     total, gradients = _gradients(samples, [[0, 1]], norm, cfg)
@@ -209,7 +205,7 @@ def _attend(batch: TrainBatch, base: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("base", [10_000.0, 40_000.0])
 def test_packed_logprobs_equal_those_of_each_sequence_alone(base: float) -> None:
-    """Fault D6: prompts of 3 and 40 tokens together against each alone."""
+    """Prompts of 3 and 40 tokens together against each alone."""
     samples = [_sample(range(10, 13), [20, 21, EOS]), _sample(range(10, 50), [22, 23, 24, EOS])]
     plan = plan_micro_batches([sequence_length(sample) for sample in samples], 1, micro_batch_toks=128, pad_multiple=128)
     together = build_train_batch(samples, plan.indices[0][0], plan.length, [1.0, 1.0])

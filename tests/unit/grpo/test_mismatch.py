@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
-from jetrl_megatron.grpo.mismatch import mismatch_by_position, mismatch_sums, position_table
+from jetrl_megatron.grpo.mismatch import BIN_EDGES, MismatchSums, mismatch_sums
+
+
+def sums_of(rollout: torch.Tensor, train: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None = None) -> MismatchSums:
+    """Where no positions are given, those of one long completion."""
+    return mismatch_sums(rollout, train, mask, torch.arange(mask.numel()) if positions is None else positions)
 
 
 def _expected(diffs: list[float]) -> dict[str, float]:
@@ -24,16 +29,16 @@ DIFFS = [0.25, 0.0, 1.0, -1.0]
 
 
 def test_the_metrics_by_hand() -> None:
-    assert mismatch_sums(ROLLOUT, TRAIN, MASK).metrics() == pytest.approx(_expected(DIFFS), rel=1e-12)
+    assert sums_of(ROLLOUT, TRAIN, MASK).metrics() == pytest.approx(_expected(DIFFS), rel=1e-12)
 
 
 def test_sums_add_up_to_the_whole() -> None:
-    parts = mismatch_sums(ROLLOUT[:2], TRAIN[:2], MASK[:2]) + mismatch_sums(ROLLOUT[2:], TRAIN[2:], MASK[2:])
+    parts = sums_of(ROLLOUT[:2], TRAIN[:2], MASK[:2]) + sums_of(ROLLOUT[2:], TRAIN[2:], MASK[2:])
     assert parts.metrics() == pytest.approx(_expected(DIFFS), rel=1e-12)
 
 
 def test_equal_logprobs_are_exactly_zero() -> None:
-    metrics = mismatch_sums(TRAIN[:4], TRAIN[:4], MASK[:4]).metrics()
+    metrics = sums_of(TRAIN[:4], TRAIN[:4], MASK[:4]).metrics()
     assert metrics == {
         "logprob_abs_diff": 0.0,
         "logprob_abs_diff_max": 0.0,
@@ -46,22 +51,19 @@ def test_equal_logprobs_are_exactly_zero() -> None:
 def test_small_differences_do_not_drown() -> None:
     rollout = torch.full((10_000,), -1.0)
     train = rollout - 2.0**-20
-    metrics = mismatch_sums(rollout, train, torch.ones(10_000)).metrics()
+    metrics = sums_of(rollout, train, torch.ones(10_000)).metrics()
     assert metrics["logprob_abs_diff"] == pytest.approx(2.0**-20, rel=1e-9)
     assert metrics["k3_kl"] == pytest.approx(2.0**-41, rel=1e-3)
 
 
 def test_nothing_masked_in_is_no_mismatch() -> None:
-    assert mismatch_sums(ROLLOUT, TRAIN, torch.zeros(5)).metrics()["token_mult_prob_error"] == 1.0
-    assert mismatch_sums(ROLLOUT[:0], TRAIN[:0], MASK[:0]).metrics()["logprob_abs_diff"] == 0.0
+    assert sums_of(ROLLOUT, TRAIN, torch.zeros(5)).metrics()["token_mult_prob_error"] == 1.0
+    assert sums_of(ROLLOUT[:0], TRAIN[:0], MASK[:0]).metrics()["logprob_abs_diff"] == 0.0
 
 
 def test_bins_hold_their_positions() -> None:
-    positions = torch.tensor([0, 1, 2, 7, 0])
-    sums = mismatch_by_position(ROLLOUT, TRAIN, MASK, positions, edges=(0, 2, 5))
-    rows = position_table(sums, edges=(0, 2, 5))
-    assert [(row["from"], row["toks"]) for row in rows] == [(0, 2.0), (2, 1.0), (5, 1.0)]
+    rows = sums_of(ROLLOUT, TRAIN, MASK, torch.tensor([0, BIN_EDGES[1] - 1, BIN_EDGES[1], 10**6, 0])).by_position()
+    assert [(row["from"], row["toks"]) for row in rows] == [(0, 2), (BIN_EDGES[1], 1), (BIN_EDGES[-1], 1)]
     assert [row["logprob_abs_diff"] for row in rows] == [0.125, 1.0, 1.0]
-    assert sums.sum(dim=0)[0] == 4.0
-    with pytest.raises(ValueError, match="bin edges"):
-        mismatch_by_position(ROLLOUT, TRAIN, MASK, positions, edges=(1, 2))
+    assert [row["k3_kl"] for row in rows] == pytest.approx([_expected(d)["k3_kl"] for d in (DIFFS[:2], DIFFS[2:3], DIFFS[3:])], rel=1e-12)
+    assert sums_of(ROLLOUT, TRAIN, torch.zeros(5)).by_position() == []

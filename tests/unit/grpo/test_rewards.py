@@ -1,4 +1,4 @@
-"""Faults E1, E2, E4, E6 through the real worker processes."""
+"""Scores, bounds of time and memory, and failures, through the real worker processes."""
 
 import os
 import textwrap
@@ -29,8 +29,10 @@ USER_FUNCTIONS = """
             kept.append(bytearray(80 << 20))
         if text == "raise":
             raise KeyError("no such thing")
-        if text == "nan":
-            return float("nan")
+        if text in ("nan", "inf", "1e300", "-1000001"):
+            return float(text)
+        if text == "huge":
+            return 10**400
         return 0.25 if text == answer else 0.0
 
     def loaded_torch(text, answer):
@@ -106,10 +108,11 @@ def test_counters_tell_unparseable_from_wrong(pool: RewardPool) -> None:
 def test_user_function_failures_stay_with_their_sample(user_module: str) -> None:
     cfg = RewardConfig(function=f"{user_module}:hostile", workers=2, timeout_s=1.5, memory_mb=256)
     with RewardPool(cfg) as pool:
-        texts = ["good", "die", "good", "sleep", "good", "hoard", "good", "raise", "nan", "bad", "good"]
-        assert pool.score(texts, ["good"] * len(texts)) == [0.25, 0, 0.25, 0, 0.25, 0, 0.25, 0, 0, 0, 0.25]
+        numbers = ["nan", "inf", "1e300", "-1000001", "huge"]
+        texts = ["good", "die", "good", "sleep", "good", "hoard", "good", "raise", *numbers, "bad", "good"]
+        assert pool.score(texts, ["good"] * len(texts)) == [0.25, 0, 0.25, 0, 0.25, 0, 0.25, 0, *[0] * 5, 0, 0.25]
         counters = pool.counters
-        assert (counters.crashes, counters.timeouts, counters.out_of_memory, counters.errors) == (1, 1, 1, 2)
+        assert (counters.crashes, counters.timeouts, counters.out_of_memory, counters.errors) == (1, 1, 1, 6)
         assert len(pool.worker_pids()) == 2
 
 
@@ -140,6 +143,25 @@ def test_workers_do_not_load_torch(user_module: str) -> None:
 def test_a_function_that_is_not_there_is_named(function: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RewardPool(RewardConfig(function=function, workers=1))
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("1 / 0", r"ZeroDivisionError\('division by zero'\) at .*/NAME.py:1"),
+        ("raise SystemExit(3)", r"SystemExit\(3\) at .*/NAME.py:1"),
+        ("def broken(:", r"SyntaxError: .*\(NAME.py, line 1\)"),
+    ],
+)
+def test_a_module_that_raises_on_import_is_named_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, what: str
+) -> None:
+    name = f"broken_rewards_{abs(hash(line))}"
+    (tmp_path / f"{name}.py").write_text(line + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = rf"'{name}:f', but {name} cannot be imported, it raises {what.replace('NAME', name)}; mend it$"
+    with pytest.raises(ValueError, match=message):
+        RewardPool(RewardConfig(function=f"{name}:f", workers=1))
 
 
 def test_bounds_must_be_positive() -> None:

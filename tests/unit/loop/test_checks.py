@@ -8,7 +8,8 @@ import pytest
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.config import EvalConfig, ParallelConfig, Recipe, RolloutConfig
 from jetrl_megatron.contracts import Prompt
-from jetrl_megatron.loop.checks import check_checkpoints_are_there, check_lengths, check_prompts, check_stop_ids
+from jetrl_megatron.data.prompts import PromptSet
+from jetrl_megatron.loop.checks import check_checkpoints_are_there, check_lengths, check_number_of_prompts, check_prompts, check_stop_ids
 from jetrl_megatron.loop.learn import refuse_non_finite
 from jetrl_megatron.run.run_dir import RunDir
 from tests.tiny_models import tiny_config
@@ -42,6 +43,17 @@ def test_lengths_are_refused_before_the_first_step():
         check_lengths([prompt(*[1] * 157)], [], ARCH, recipe)
     with pytest.raises(ValueError, match=r"eval.max_new_toks is 512.*context of 512"):
         check_lengths([prompt(1)], [prompt(1)], ARCH, replace(recipe, eval=EvalConfig(max_new_toks=512)))
+    small = replace(recipe, rollout=RolloutConfig(max_new_toks=300))
+    check_lengths([], [prompt(1)], ARCH, small)  # an evaluation packs no micro-batches
+    with pytest.raises(ValueError, match=r"1 tokens, rollout.max_new_toks is 300"):
+        check_lengths([prompt(1)], [prompt(1)], ARCH, small)
+
+
+def test_a_step_may_not_ask_for_more_prompts_than_there_are():
+    prompts = PromptSet(prompts=tuple(prompt(i) for i in range(5)), targets={}, dropped={"too_long": 2}, fingerprint="f")
+    check_number_of_prompts(prompts, replace(Recipe(), rollout=RolloutConfig(prompts_per_step=5)))
+    with pytest.raises(ValueError, match=r"prompts_per_step is 6, but data.train has 5 prompts \(left out: \{'too_long': 2\}\); lower"):
+        check_number_of_prompts(prompts, replace(Recipe(), rollout=RolloutConfig(prompts_per_step=6)))
 
 
 def test_records_without_checkpoints_are_not_started_over(tmp_path: Path):

@@ -95,9 +95,22 @@ def test_a_prompt_is_never_twice_in_a_step(draws):
 
 
 def test_draw_seeds_differ_by_run_step_and_round():
-    seeds = [collecting.draw_seed(run, step, attempt) for run in (1, 2) for step in range(100) for attempt in range(8)]
+    seeds = [collecting.draw_seed(run, step, attempt) for run in (1, 2) for step in range(20) for attempt in range(64)]
     assert len(set(seeds)) == len(seeds)
+    with pytest.raises(AssertionError):
+        collecting.draw_seed(1, 5, 64)
     assert collecting.draw_seed(1, 5) == collecting.draw_seed(1, 5, 0)
+
+
+def test_failures_of_the_reward_function_are_counted_from_a_mark_over_replicas(monkeypatch):
+    """Not since the process began: a resumed run must write what the uninterrupted one wrote."""
+    session = SimpleNamespace(rewards=SimpleNamespace(counters=SimpleNamespace(failures=7)))
+    monkeypatch.setattr(collecting, "from_leader", lambda value: value)
+    monkeypatch.setattr(collecting, "gather_replicas", lambda value: [value, 10])
+    before = collecting.own_failures(session)
+    session.rewards.counters.failures += 2
+    assert collecting.reward_failures(session, before) == 12
+    assert collecting.own_failures(SimpleNamespace(rewards=None)) == 0
 
 
 def test_an_evaluation_counts_first_any_and_mean(draws):

@@ -1,4 +1,4 @@
-"""The embedded engine: how completions end (faults D3, D4), log-probs of greedy and truncated draws, limits."""
+"""The embedded engine: how completions end, log-probs of greedy and truncated draws, limits."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_how_a_completion_ends(actor, free, stop_at, max_new, length, reason):
 
 
 def test_the_padding_token_as_eos_ends_a_completion_like_any_other(actor):
-    """pad_id == eos_id: slots are filled with zeros while decoding, and still only a drawn 0 counts (fault D4)."""
+    """pad_id == eos_id: slots are filled with zeros while decoding, and still only a drawn 0 counts."""
     params = SamplingParams(max_new_toks=40, temperature=3.0, stop_token_ids=(0,))
     completions = draw(actor, [prompt(n) for n in (1, 2, 5, 9)], params, group=4)
     stopped = [c for c in completions if c.finish_reason == "stop"]
@@ -75,7 +75,7 @@ def test_greedy_logprobs_are_those_of_temperature_one(actor):
 
 @pytest.mark.parametrize("sampling", [{"top_p": 0.5}, {"top_k": 3}], ids=str)
 def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(actor, sampling):
-    """So they are above the trainer's, which is why training refuses them (fault D1)."""
+    """So they are above the trainer's, which is why training refuses them."""
     drawn, full = (
         {c.token_ids[0]: c.logprobs[0] for c in draw(actor, PROMPTS[:1], params, group=300, max_batch=300)}
         for params in (SamplingParams(max_new_toks=1, **sampling), SamplingParams(max_new_toks=1))

@@ -60,7 +60,7 @@ def test_the_other_families_are_exactly_0_apart_too(tmp_path, family):
 
 
 def test_temperature_is_on_both_sides(qwen3_dir):
-    """The engine's log-probs at 0.6 are the actor's own only where the recipe says 0.6 too (fault D1)."""
+    """The engine's log-probs at 0.6 are the actor's own only where the recipe says 0.6 too."""
     with actor_of(qwen3_dir) as actor:
         cold = SamplingParams(max_new_toks=6, temperature=0.6)
         assert differences(actor, PROMPTS, draw(actor, PROMPTS, cold)).mean() > 0.1, "the actor speaks of temperature 1.0"

@@ -1,4 +1,4 @@
-"""What of the model folder must not reach a draw: generation defaults (fault D2) and padding rows of the vocabulary (A3)."""
+"""What of the model folder must not reach a draw: generation defaults and padding rows of the vocabulary."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ PARAMS = SamplingParams(max_new_toks=16)
 
 
 def test_generation_config_of_the_folder_changes_no_draw(qwen3_dir, tmp_path):
-    """repetition_penalty, top_k and temperature of generation_config.json are for chat front ends (fault D2)."""
+    """repetition_penalty, top_k and temperature of generation_config.json are for chat front ends."""
     with actor_of(qwen3_dir) as actor:
         free = draw(actor, PROMPTS, PARAMS)
     folder = tmp_path / "hf"
@@ -25,7 +25,7 @@ def test_generation_config_of_the_folder_changes_no_draw(qwen3_dir, tmp_path):
 
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn(qwen3_dir):
-    """The table has 256 rows for 203 tokens; whatever the other 53 hold, draws and log-probs stay (fault A3)."""
+    """The table has 256 rows for 203 tokens; whatever the other 53 hold, draws and log-probs stay."""
     with actor_of(qwen3_dir) as actor:
         head = actor.chunks[0].head_weight()
         assert head.shape[0] == 256 and torch.count_nonzero(head[VOCAB:]) == 0

@@ -1,4 +1,4 @@
-"""Prompts of different lengths in one batch are each what they are alone, for every supported rope (fault D6)."""
+"""Prompts of different lengths in one batch are each what they are alone, for every supported rope."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Drawing a token, by value: temperature, truncation, greedy, the generator of a request (faults D1, D2)."""
+"""Drawing a token, by value: temperature, truncation, greedy, the generator of a request."""
 
 import math
 
@@ -24,7 +24,7 @@ def draw_many(probs, sampling, number=1000):
 
 
 def test_logprob_of_a_token_under_temperature_is_that_of_the_trainer():
-    """Logits [2, 0] at T=0.6: -0.0351; the raw -0.1269 would be a ratio of 1.096 on one token (fault D1)."""
+    """Logits [2, 0] at T=0.6: -0.0351; the raw -0.1269 would be a ratio of 1.096 on one token."""
     hidden, weight = torch.ones(1, 1).bfloat16(), torch.tensor([[2.0], [0.0]]).bfloat16()
     shard = vocab_shard(2, 2, 0, None)
     assert head_logits(hidden, weight, shard, 0.6).tolist() == [[pytest.approx(2 / 0.6), 0.0]]
@@ -72,7 +72,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_among_equals():
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
 def test_a_token_without_probability_is_never_drawn(sampling):
-    """The last tokens are padding at -inf, also for the largest uniform number below 1 (fault A3)."""
+    """The last tokens are padding at -inf, also for the largest uniform number below 1."""
     logits = torch.tensor([[0.1, -1.0, 0.3, -math.inf, -math.inf]]).expand(3, -1).contiguous()
     uniforms = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
     ids, _ = draw(logits, params(**sampling), uniforms)

@@ -1,4 +1,4 @@
-"""The parts together: a loop that is killed or told to stop at random points ends like the uninterrupted one (faults F4, G1, G2)."""
+"""The parts together: a loop that is killed or told to stop at random points ends like the uninterrupted one."""
 
 import json
 import random

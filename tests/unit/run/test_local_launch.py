@@ -1,4 +1,4 @@
-"""One process a rank: exit codes, signals and no orphans (fault F4)."""
+"""One process a rank: exit codes, signals and no orphans."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from jetrl_megatron.run import local_launch
 from jetrl_megatron.run.local_launch import launch, slurm_rank, threads_per_process, under_launcher
 
 
@@ -38,6 +39,19 @@ def test_one_dead_rank_ends_all_and_is_named(capfd, monkeypatch, ending, code, w
     assert "rank 1 of 2 " in message
     assert words in message
     assert "ranks [0] are killed" in message
+
+
+def test_told_to_stop_before_a_worker_is_there_it_starts_none(capfd, monkeypatch):
+    meet = local_launch._rendezvous
+
+    def interrupted(num_processes):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return meet(num_processes)
+
+    monkeypatch.setattr(local_launch, "_rendezvous", interrupted)
+    assert launch(python("print('started')"), 2, grace_s=1.0) == 0
+    captured = capfd.readouterr()
+    assert captured.out == "" and "stopped before anything was started" in captured.err
 
 
 def start_launcher(body: str, *, grace_s: float, num: int = 2) -> subprocess.Popen:

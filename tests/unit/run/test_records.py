@@ -55,6 +55,15 @@ def test_line_is_on_disk_before_append_returns(tmp_path):
     file.close()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_record_is_json_to_every_reader_or_an_error(tmp_path, value):
+    file = RecordFile(tmp_path / "records.jsonl", 0)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        file.append("step", 1, {"seconds": {"total": value}})
+    file.close()
+    assert (tmp_path / "records.jsonl").read_text() == ""
+
+
 def test_phases_never_overlap_and_a_take_starts_anew():
     now = [0.0]
     phases = Phases(clock=lambda: now[0])

@@ -11,7 +11,7 @@ import pytest
 from jetrl_megatron.config import Arm, Decay, Recipe, RunConfig
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.environment import chosen_variables, describe_environment
-from jetrl_megatron.run.run_dir import differing_keys, open_run_dir
+from jetrl_megatron.run.run_dir import claim_data, differing_keys, open_run_dir
 
 
 @pytest.fixture
@@ -84,6 +84,47 @@ def test_length_is_fixed_where_the_learning_rate_decays_over_it(recipe):
 def test_other_ranks_write_nothing(recipe):
     assert open_run_dir(recipe, [], rank=1).path == Path(recipe.run.dir)
     assert not Path(recipe.run.dir).exists()
+
+
+@pytest.mark.parametrize("place", ["a file/run", "/proc/no such place/run"])
+def test_a_place_that_cannot_be_written_is_said(recipe, tmp_path, place):
+    (tmp_path / "a file").write_text("")
+    path = tmp_path / place
+    with pytest.raises(ValueError, match=rf"run.dir {path} cannot be written \(.*set another run.dir"):
+        open_run_dir(replace(recipe, run=replace(recipe.run, dir=str(path))), [])
+
+
+@pytest.mark.parametrize("name", ["environment.jsonl", "run.lock", "recipe.yaml.part"])
+def test_a_file_of_the_run_that_cannot_be_written_is_said(recipe, name):
+    (Path(recipe.run.dir) / name).mkdir(parents=True)
+    (Path(recipe.run.dir) / "recipe.yaml").touch()
+    with pytest.raises(ValueError, match=rf"cannot be written \(Is a directory: .*{name}\); set another run.dir"):
+        open_run_dir(recipe, [])
+
+
+def test_an_emptied_recipe_of_a_run_is_said(recipe):
+    first = open_run_dir(recipe, [])
+    first.lock.close()
+    first.records.write_text('{"kind": "step", "step": 1}\n')
+    first.recipe.write_text("")
+    with pytest.raises(ValueError, match=r"recipe.yaml is empty; .* put its content back, or remove that run directory"):
+        open_run_dir(recipe, [])
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_other_prompts_are_refused_once_something_came_of_the_first(recipe, key):
+    run_dir = open_run_dir(recipe, [])
+    first = {"data.train": (91, "aa"), "data.eval": (9, "bb")}
+    other = first | {key: (8, "cc")}
+    claim_data(run_dir, other)
+    claim_data(run_dir, first)  # nothing was computed yet: a start that failed leaves no claim
+    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
+    claim_data(run_dir, first)
+    with pytest.raises(ValueError, match=rf"have changed: {key} was .* and is now \{{'prompts': 8, 'fingerprint': 'cc'\}}. Restore"):
+        claim_data(run_dir, other)
+    run_dir.data.write_text("{")
+    with pytest.raises(ValueError, match=r"data.json is not JSON"):
+        claim_data(run_dir, first)
 
 
 HOLD = """

@@ -1,4 +1,4 @@
-"""A signal at any moment ends in a common boundary or in the grace exit (fault F4)."""
+"""A signal at any moment ends in a common boundary or in the grace exit."""
 
 import os
 import signal

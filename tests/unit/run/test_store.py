@@ -1,4 +1,4 @@
-"""Checkpoints are complete or invisible (faults G1, G2)."""
+"""Checkpoints are complete or invisible."""
 
 import json
 import logging
