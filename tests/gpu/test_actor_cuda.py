@@ -1,8 +1,8 @@
 """The actor on CUDA against the CPU reference of the same weights, and over TP degrees; needs one or more Hopper GPUs.
 
 Bounds: attention, norms and the lm_head accumulate in FP32 on the GPU and in float64 on the CPU, and DeepGEMM rounds inside a block, so
-log-probs differ by BF16 roundings: their mean distance must be below that of BF16 from FP32 on these models (about 0.01 nats,
-test_against_hf.py).
+log-probs differ by BF16 roundings. In BF16 their mean distance must be below 0.02 nats, twice that of BF16 from FP32 on these models
+(test_against_hf.py); FP8 makes such roundings larger, but kernels must stay nearer to the reference than FP8 is to BF16.
 """
 
 import os
@@ -46,7 +46,8 @@ def test_cuda_agrees_with_the_cpu_reference(tmp_path: Path, monkeypatch: pytest.
         cpu, distance = there[name], _distance(gpu["logprobs"], there[name]["logprobs"])
         print(name, "mean |gpu - cpu|", distance, "rollout max |d|", gpu["rollout_diff"], "grad norms", gpu["grad_norm"], cpu["grad_norm"])
         assert gpu["digest"] == cpu["digest"], f"{name}: weights are quantised to other bytes"
-        assert distance < (0.02 if name.endswith("bf16") else 0.05)
+        fp8_effect = _distance(cpu["logprobs"], there[name.replace("jetrl", "bf16")]["logprobs"])
+        assert distance < (0.02 if name.endswith("bf16") else fp8_effect)
         assert gpu["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=0.05)
 
 
