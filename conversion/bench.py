@@ -18,10 +18,10 @@ import numpy as np
 
 from conversion.architecture import ModelArchitecture
 from conversion.assemble import tensor_specs
-from conversion.convert import hf_shard_files
 from conversion.files import ShardWriter
 from conversion.names import hf_shapes
 from conversion.shards import hf_tensors
+from conversion.targets import hf_shard_files
 
 _SHARD_BYTES = 10**9
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from conversion.assemble import assemble, tensor_specs
 from conversion.checkpoint import Checkpoint
-from conversion.files import ShardWriter
+from conversion.files import TensorSpec, TensorWriter
 from conversion.layout import BLOCK
 from conversion.output import OutputDirectory
 from conversion.plan import Plan, TargetPlan
@@ -36,8 +37,8 @@ class Execution:
     output: OutputDirectory
     file_of: Mapping[tuple[str, str], str]
     """(location, tensor name) of each target tensor -> shard file."""
-    metadata: Mapping[str, str]
-    """Goes into each shard's header."""
+    open_file: Callable[[Path, list[TensorSpec]], TensorWriter]
+    """Creates one output file for the tensors given."""
     cast: str | None = None
     """None moves bytes only; `bf16` allows FP8 -> BF16; `fp32` or `ue8m0` allow BF16 -> FP8 with such scales."""
     workers: int = 2
@@ -52,17 +53,17 @@ class _Shard:
         self.tensors: dict[str, dict[str, Any]] = {}
         self.syncs: list[Future[None]] = []
         self._targets, self._run, self._flusher, self._lock = targets, run, flusher, Lock()
-        self._writer: ShardWriter | None = None
+        self._writer: TensorWriter | None = None
         self._unsynced = 0
 
     def write(self, name: str, dtype: str, data: np.ndarray, extra: dict[str, Any]) -> None:
         with self._lock:
             if self._writer is None:
                 specs = [spec for t in self._targets for spec in tensor_specs(t.target)]
-                self._writer = ShardWriter(self._run.output.path / self.name, specs, dict(self._run.metadata))
+                self._writer = self._run.open_file(self._run.output.path / self.name, specs)
         raw = data.view(np.uint8).reshape(data.shape[0], -1)
-        self._writer.write(name, raw)
-        self.tensors[name] = {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra}
+        place = self._writer.write(name, raw)
+        self.tensors[name] = {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra, **place}
         with self._lock:
             self._unsynced += raw.nbytes
             if self._unsynced > _FLUSH_BYTES:
