@@ -119,7 +119,7 @@ def _manifest(prepared: Prepared) -> dict[str, Any]:
         "kind": prepared.target.kind,
         "layout": None if layout is None else asdict(layout),
         "fp8_modules": sorted(prepared.fp8),
-        "source": str(prepared.source.path),
+        "source": prepared.source.path.resolve().name,  # a path would name a directory of another machine, or one that is gone
         "source_kind": prepared.source.kind,
         "cast": prepared.target.cast,
     }

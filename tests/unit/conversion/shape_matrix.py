@@ -3,8 +3,8 @@
 For each model and precision a random checkpoint of four layers is written and then resharded through all TP x PP of the matrix, one after
 the other: HF -> TP1 PP1 -> TP1 PP2 -> ... -> TP8 uneven. Every stop is compared with the source element by element, codes and scales, and
 for each TP degree one stop is exported, whose files must equal the source's files byte for byte. `k_complete` and `k_split` alternate. A
-TP degree that numerics.md rules out must be refused instead. BF16 ends in a `torch_dist` checkpoint, which FP8 must be refused. The vocabulary is cut to 1003 rows, which need padding: all else is as
-published. Weights are random bytes; scales are positive random numbers.
+TP degree that numerics.md rules out must be refused instead. BF16 ends in a `torch_dist` checkpoint, which must refuse FP8. The vocabulary
+is cut to 1003 rows, which need padding: all else is as published. Weights are random bytes; scales are positive random numbers.
 """
 
 import argparse

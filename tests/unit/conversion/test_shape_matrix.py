@@ -1,4 +1,4 @@
-"""The published shapes on disk; only with `-m shapes`, since it moves about a terabyte: about half an hour on two cores, up to 22 GB of disk."""
+"""The published shapes on disk; only with `-m shapes`, since it moves about a terabyte and needs up to 22 GB of disk."""
 
 import pytest
 
