@@ -227,10 +227,15 @@ class ShardWriter:
 
     def write(self, name: str, data: np.ndarray) -> dict[str, Any]:
         """Write one tensor; data: its bytes as a contiguous uint8 array of any shape. Raises OSError where the disk is full."""
-        offset, size = self._places[name]
-        assert data.nbytes == size and data.dtype == np.uint8, (name, data.nbytes, size, data.dtype)
-        write_at(self._fd, memoryview(data.reshape(-1)), offset)
+        assert data.nbytes == self._places[name][1], (name, data.nbytes, self._places[name])
+        self.write_part(name, 0, data)
         return {}
+
+    def write_part(self, name: str, at: int, data: np.ndarray) -> None:
+        """Write bytes of one tensor from position `at` on; the caller writes each byte once."""
+        offset, size = self._places[name]
+        assert at + data.nbytes <= size and data.dtype == np.uint8, (name, at, data.nbytes, size, data.dtype)
+        write_at(self._fd, memoryview(data.reshape(-1)), offset + at)
 
     def flush(self) -> None:
         """Push what is written so far to the disk, so that little is left to wait for at the end."""

@@ -47,9 +47,15 @@ class _Sink:
 
     def __init__(self, fd: int, at: int) -> None:
         self._fd, self.at = fd, at
+        self.error: OSError | None = None
+        """What went wrong in a write; torch.save may raise something else of its own on top."""
 
     def write(self, data: memoryview) -> int:
-        write_at(self._fd, memoryview(data).cast("B"), self.at)
+        try:
+            write_at(self._fd, memoryview(data).cast("B"), self.at)
+        except OSError as error:
+            self.error = error
+            raise
         self.at += len(data)
         return len(data)
 
@@ -75,7 +81,12 @@ class TorchDistWriter:
         tensor = torch.from_numpy(data.reshape(-1)).view(torch.bfloat16).view(shape)
         with self._lock:
             sink = _Sink(self._fd, self._end)
-            torch.save(tensor, sink)  # type: ignore[arg-type]
+            try:
+                torch.save(tensor, sink)  # type: ignore[arg-type]
+            except RuntimeError:
+                if sink.error is not None:
+                    raise sink.error from None
+                raise
             place = {"offset": self._end, "length": sink.at - self._end}
             self._end = sink.at
         return place
