@@ -182,6 +182,16 @@ def test_metadata_that_contradicts_the_data(dist, tmp_path, change, words):
     refused(dist, tmp_path, words)
 
 
+def test_optimizer_state_and_objects_beside_the_model_are_passed_over(whole, dist, tmp_path):
+    def beside(metadata):
+        for key in ("optimizer.state.exp_avg.decoder.final_layernorm.weight", "rng_state"):
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata[NORM]
+
+    edit(dist, beside)
+    convert(dist, tmp_path / "out", Target(kind="hf"))
+    assert as_bytes(tmp_path / "out") == as_bytes(whole / "source")
+
+
 def test_another_dtype_and_another_config(dist, tmp_path):
     config = json.loads((dist / "hf" / "config.json").read_text())
     (dist / "hf" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
