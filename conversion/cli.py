@@ -5,6 +5,7 @@ stdout; the progress bar goes to stderr.
 """
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -95,7 +96,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return _convert(args)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        way_out = "; nothing was put at the target: make room and run the same command again, it goes on where it stopped" if full else ""
+        print(f"error: {error}{way_out}", file=sys.stderr)
         return 2
 
 

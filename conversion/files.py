@@ -222,8 +222,11 @@ class ShardWriter:
         self.data_bytes = end
         self._places = {name: (base + start, size) for name, (start, size) in sizes.items()}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        write_at(self._fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
-        os.ftruncate(self._fd, base + end)
+        write_at(self._fd, path, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        try:
+            os.ftruncate(self._fd, base + end)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def write(self, name: str, data: np.ndarray) -> dict[str, Any]:
         """Write one tensor; data: its bytes as a contiguous uint8 array of any shape. Raises OSError where the disk is full."""
@@ -235,7 +238,7 @@ class ShardWriter:
         """Write bytes of one tensor from position `at` on; the caller writes each byte once."""
         offset, size = self._places[name]
         assert at + data.nbytes <= size and data.dtype == np.uint8, (name, at, data.nbytes, size, data.dtype)
-        write_at(self._fd, memoryview(data.reshape(-1)), offset + at)
+        write_at(self._fd, self.path, memoryview(data.reshape(-1)), offset + at)
 
     def flush(self) -> None:
         """Push what is written so far to the disk, so that little is left to wait for at the end."""
@@ -254,8 +257,11 @@ class ShardWriter:
             self._fd = -1
 
 
-def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write all bytes at an offset; raises OSError where the disk is full."""
+def write_at(fd: int, path: Path, view: memoryview, offset: int) -> None:
+    """Write all bytes at an offset of an open file; raises OSError naming `path` where the disk is full."""
     done = 0
     while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+        try:
+            done += os.pwrite(fd, view[done:], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error

@@ -45,14 +45,14 @@ def stacked_key(name: str) -> tuple[str, int | None]:
 class _Sink:
     """A file-like end of a file descriptor for torch.save."""
 
-    def __init__(self, fd: int, at: int) -> None:
-        self._fd, self.at = fd, at
+    def __init__(self, fd: int, path: Path, at: int) -> None:
+        self._fd, self._path, self.at = fd, path, at
         self.error: OSError | None = None
         """What went wrong in a write; torch.save may raise something else of its own on top."""
 
     def write(self, data: memoryview) -> int:
         try:
-            write_at(self._fd, memoryview(data).cast("B"), self.at)
+            write_at(self._fd, self._path, memoryview(data).cast("B"), self.at)
         except OSError as error:
             self.error = error
             raise
@@ -69,6 +69,7 @@ class TorchDistWriter:
     def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
         """Create `path`. Raises OSError where it cannot be created."""
         self._shapes = {spec.name: spec.shape for spec in specs}
+        self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._end = 0
         self._lock = Lock()
@@ -80,7 +81,7 @@ class TorchDistWriter:
             shape = (1, *shape)
         tensor = torch.from_numpy(data.reshape(-1)).view(torch.bfloat16).view(shape)
         with self._lock:
-            sink = _Sink(self._fd, self._end)
+            sink = _Sink(self._fd, self._path, self._end)
             try:
                 torch.save(tensor, sink)  # type: ignore[arg-type]
             except RuntimeError:
