@@ -57,18 +57,18 @@ def bench(directory: Path, gb: float, rounds: int = 3) -> dict[str, Any]:
 def _measure(directory: Path, gb: float, rounds: int) -> dict[str, Any]:
     source, largest = write_random_checkpoint(directory / "hf", gb)
     size = sum(p.stat().st_size for p in source.iterdir())
-    _timed(["cp", "-r", str(source), str(directory / "copy")])  # the source's pages are in memory for every timed step
     seconds: dict[str, list[float]] = {name: [] for name in ("cp", "cp_without_sync", *_CONVERSIONS)}
     peaks = dict.fromkeys(_CONVERSIONS, 0)
     for _ in range(rounds):
         for name in ("copy", "tp4", "back"):
             shutil.rmtree(directory / name, ignore_errors=True)
-        os.sync()  # no step pays for what the one before left unwritten
+        _level(source, directory)
         copying = _timed(["cp", "-r", str(source), str(directory / "copy")])[0]
         seconds["cp_without_sync"].append(copying)
         seconds["cp"].append(copying + _timed(["sync", *map(str, (directory / "copy").iterdir())])[0])
-        for name, words in _CONVERSIONS.items():
-            os.sync()
+        shutil.rmtree(directory / "copy")
+        for (name, words), reads in zip(_CONVERSIONS.items(), (source, directory / "tp4"), strict=True):
+            _level(reads, directory)
             command = [sys.executable, "-m", "conversion", *(word.format(d=directory) for word in words), "--json"]
             spent, peak = _timed(command)
             seconds[name].append(spent)
@@ -77,12 +77,20 @@ def _measure(directory: Path, gb: float, rounds: int) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
         result[f"{name}_s"] = round(value, 2)
+        result[f"{name}_rounds_s"] = [round(one, 2) for one in seconds[name]]
     for name, peak in peaks.items():
         result[f"{name}_bytes_per_s"] = int(size / medians[name])
         result[f"{name}_speed_over_cp"] = round(medians["cp"] / medians[name], 2)
         result[f"{name}_peak_bytes"] = peak
     result["peak_bound_bytes"] = 2 * largest + 500_000_000
     return result
+
+
+def _level(reads: Path, directory: Path) -> None:
+    """Bring every timed step to one start: what it reads is in memory, as much again is free and was in use a moment ago, all is synced."""
+    _timed(["cp", "-r", str(reads), str(directory / "level")])
+    os.sync()
+    shutil.rmtree(directory / "level")
 
 
 def _timed(command: list[str]) -> tuple[float, int]:
