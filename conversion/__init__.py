@@ -9,7 +9,7 @@ In the order the data flows:
 - `architecture`  a `config.json` as a checked, torch-free dataclass
 - `layout`        how a model is cut over TP, PP and VPP; which cuts are legal, and which TP degrees would be
 - `names`         one table a family: Hugging Face names and shapes, Megatron names, how each is cut
-- `shards`        what each rank stores, as pieces of canonical tensors: Hugging Face, Megatron ranks, vLLM ranks
+- `shards`        what each rank stores, as pieces of canonical tensors: Hugging Face, Megatron ranks, `torch_dist`, vLLM ranks
 - `plan`          the pure planner: two descriptions in, copy operations out, every destination element written once
 - `files`         safetensors as bytes: rectangles read, tensors written at their offset
 - `scales`        block scales in FP32, BF16 or e8m0 read as FP32
@@ -18,10 +18,12 @@ In the order the data flows:
 - `output`        a directory written beside its place, resumable, then renamed into it; carried files, manifest
 - `cast`          the two explicit changes of precision, FP8 -> BF16 and BF16 -> FP8
 - `assemble`      one target tensor in memory, from rectangles of the source; copies of one weight compared
+- `torch_dist_writer`  `.distcp` files and `.metadata` as Megatron-core loads them
+- `targets`  one class for each kind of checkpoint that can be written
 - `execute`       runs a plan with bounded memory, file by file
 - `convert`       one checkpoint to another, and the comparison of two
 - `actor_io`      what the actor calls: its own shard of a Hugging Face directory in, its own shard out, merge
 - `cli`           `python -m conversion to-megatron | to-hf | reshard | verify | bench`
 
-Only `actor_io` and `cast` need torch.
+Only `actor_io`, `cast` and `torch_dist_writer` need torch, none needs Megatron.
 """

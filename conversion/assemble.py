@@ -4,7 +4,7 @@ Enters: a `TargetPlan` and the opened source. Leaves: bytes, and FP32 scales for
 that changes precision runs only where the caller names the cast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -36,25 +36,60 @@ def assemble(
     quantised = target.fp8 and not target_plan.ops[0].source.fp8
     item = 1 if target.fp8 and not quantised else 2
     rows, cols = target.rows_cols
-    data = allocate(rows * cols * item).reshape(rows, cols * item)
-    if target_plan.padding:
-        data.fill(0)
-    scales = np.empty(target.scale_shape, np.float32) if target.fp8 and not quantised else None
-    for op in target_plan.ops:
-        out = data[slice(*op.target_rows), op.target_cols[0] * item : op.target_cols[1] * item]
-        if op.source.fp8 and not target.fp8:
-            out[:] = _dequantized(source, op)
-            continue
-        source.read(op.source, op.source_rows, op.source_cols, out)
-        if scales is not None:
-            from_rows, from_cols, to_rows, to_cols = op.scale_ranges
-            scales[slice(*to_rows), slice(*to_cols)] = source.read_scales(op.source, from_rows, from_cols)
+    if _dequantises(target_plan):
+        data = allocate(rows * cols * item).reshape(rows, cols * item)
+        for op in target_plan.ops:
+            data[slice(*op.target_rows), op.target_cols[0] * item : op.target_cols[1] * item] = _dequantized(source, op)
+    else:
+        data = next(windows(target_plan, source, allocate, max(1, rows * cols * item)))
+    scales = read_scales(target_plan, source) if target.fp8 and not quantised else None
     if quantised:
         from conversion.cast import quantize_bytes
 
         assert cast is not None
         return quantize_bytes(f"{target.location}:{target.name}", data, cast)
     return data, scales
+
+
+def _dequantises(target_plan: TargetPlan) -> bool:
+    return not target_plan.target.fp8 and any(op.source.fp8 for op in target_plan.ops)
+
+
+def moves_bytes(target_plan: TargetPlan) -> bool:
+    """Tell whether a target tensor keeps the precision of its source, so that it may be moved by `windows`."""
+    return all(op.source.fp8 == target_plan.target.fp8 for op in target_plan.ops)
+
+
+def windows(target_plan: TargetPlan, source: Checkpoint, allocate: Allocate, window_bytes: int) -> Iterator[np.ndarray]:
+    """Yield a target tensor as runs of whole rows, first to last, without changing a byte.
+
+    window_bytes: size of a run; one row at least. Each is [rows, columns * item bytes] uint8 and valid until the next is asked for.
+    """
+    target, ops = target_plan.target, target_plan.ops
+    item = 1 if ops and ops[0].source.fp8 else 2
+    rows, cols = target.rows_cols
+    step = max(1, window_bytes // (cols * item))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        data = allocate((last - first) * cols * item).reshape(last - first, cols * item)
+        if target_plan.padding:
+            data.fill(0)
+        for op in ops:
+            top, bottom = max(first, op.target_rows[0]), min(last, op.target_rows[1])
+            if top < bottom:
+                shift = op.source_rows[0] - op.target_rows[0]
+                out = data[top - first : bottom - first, op.target_cols[0] * item : op.target_cols[1] * item]
+                source.read(op.source, (top + shift, bottom + shift), op.source_cols, out)
+        yield data
+
+
+def read_scales(target_plan: TargetPlan, source: Checkpoint) -> np.ndarray:
+    """Return the block scales of a target tensor that is FP8 on both sides, [blocks, blocks] float32."""
+    scales = np.empty(target_plan.target.scale_shape, np.float32)
+    for op in target_plan.ops:
+        from_rows, from_cols, to_rows, to_cols = op.scale_ranges
+        scales[slice(*to_rows), slice(*to_cols)] = source.read_scales(op.source, from_rows, from_cols)
+    return scales
 
 
 def _check_cast(target_plan: TargetPlan, cast: str | None) -> None:

@@ -1,13 +1,20 @@
 """Speed and memory of a conversion against `cp` of the same files on the same disk, in one run.
 
-Enters: an empty directory and a size. Leaves: bytes a second of cp, HF -> Megatron TP4 and Megatron -> HF, and the peak memory of the
-converting processes beside the bound 2 * largest tensor + 500 MB. Each step is a process of its own, so that peaks do not mix.
+Enters: an empty directory and a size. Leaves: seconds and bytes a second of cp, HF -> Megatron TP4 and Megatron -> HF, the ratio of each to
+cp, and the peak memory of the converting processes beside the bound 2 * largest tensor + 500 MB. Each step is a process of its own, so
+that peaks do not mix. Every step reads the checkpoint's bytes once and writes them once, from pages that are in memory, and is timed from
+its start until what it wrote is on the disk: a conversion syncs its files itself, cp is followed by a sync of its copies.
+
+    speed = checkpoint bytes / seconds until they are on the disk          ratio = speed of a conversion / speed of cp = cp_s / its_s
+
+Rounds alternate cp and both conversions; the medians are compared. `cp_without_sync_s` is the same cp up to its return.
 """
 
 import json
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -18,51 +25,72 @@ import numpy as np
 
 from conversion.architecture import ModelArchitecture
 from conversion.assemble import tensor_specs
-from conversion.convert import hf_shard_files
 from conversion.files import ShardWriter
 from conversion.names import hf_shapes
 from conversion.shards import hf_tensors
+from conversion.targets import hf_shard_files
 
 _SHARD_BYTES = 10**9
+_PART_BYTES = 2**24
+_CONVERSIONS = {
+    "to_megatron_tp4": ["to-megatron", "{d}/hf", "{d}/tp4", "--tp", "4"],
+    "to_hf": ["to-hf", "{d}/tp4", "{d}/back", "--max-shard-gb", "1"],
+}
 
 
-def bench(directory: Path, gb: float) -> dict[str, Any]:
+def bench(directory: Path, gb: float, rounds: int = 3) -> dict[str, Any]:
     """Measure in `directory`, which must be empty or missing; everything written there is removed. gb: size of the checkpoint in 1e9 bytes.
 
-    Raises ValueError where the directory is not empty or gb is below the smallest model.
+    Raises ValueError where the directory is not empty or there is no round.
     """
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; it must be at least 1")
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty; bench writes about {4 * gb:.0f} GB there and removes it, give an empty directory")
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        return _measure(directory, gb)
+        return _measure(directory, gb, rounds)
     finally:
         shutil.rmtree(directory)
 
 
-def _measure(directory: Path, gb: float) -> dict[str, Any]:
+def _measure(directory: Path, gb: float, rounds: int) -> dict[str, Any]:
     source, largest = write_random_checkpoint(directory / "hf", gb)
-    files = sorted(p for p in source.iterdir())
-    size = sum(p.stat().st_size for p in files)
-    _timed(["cp", "-r", str(source), str(directory / "warm")])  # the source's pages are in memory for every timed step
-    shutil.rmtree(directory / "warm")
-    python = [sys.executable, "-m", "conversion"]
-    steps = {
-        "cp": ["cp", "-r", str(source), str(directory / "copy")],
-        "to_megatron_tp4": [*python, "to-megatron", str(source), str(directory / "tp4"), "--tp", "4", "--json"],
-        "to_hf": [*python, "to-hf", str(directory / "tp4"), str(directory / "back"), "--json"],
-    }
-    result: dict[str, Any] = {"checkpoint_bytes": size, "largest_tensor_bytes": largest}
-    for name, command in steps.items():
-        os.sync()  # no step pays for what the one before left unwritten
-        seconds, peak = _timed(command)
-        result[f"{name}_s"] = round(seconds, 2)
-        result[f"{name}_bytes_per_s"] = int(size / seconds)
-        if name != "cp":
-            result[f"{name}_speed_over_cp"] = round(result[f"{name}_bytes_per_s"] / result["cp_bytes_per_s"], 2)
-            result[f"{name}_peak_bytes"] = peak
+    size = sum(p.stat().st_size for p in source.iterdir())
+    seconds: dict[str, list[float]] = {name: [] for name in ("cp", "cp_without_sync", *_CONVERSIONS)}
+    peaks = dict.fromkeys(_CONVERSIONS, 0)
+    for _ in range(rounds):
+        for name in ("copy", "tp4", "back"):
+            shutil.rmtree(directory / name, ignore_errors=True)
+        _level(source, directory)
+        copying = _timed(["cp", "-r", str(source), str(directory / "copy")])[0]
+        seconds["cp_without_sync"].append(copying)
+        seconds["cp"].append(copying + _timed(["sync", *map(str, (directory / "copy").iterdir())])[0])
+        shutil.rmtree(directory / "copy")
+        for (name, words), reads in zip(_CONVERSIONS.items(), (source, directory / "tp4"), strict=True):
+            _level(reads, directory)
+            command = [sys.executable, "-m", "conversion", *(word.format(d=directory) for word in words), "--json"]
+            spent, peak = _timed(command)
+            seconds[name].append(spent)
+            peaks[name] = max(peaks[name], peak)
+    result: dict[str, Any] = {"checkpoint_bytes": size, "rounds": rounds, "largest_tensor_bytes": largest}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, value in medians.items():
+        result[f"{name}_s"] = round(value, 2)
+        result[f"{name}_rounds_s"] = [round(one, 2) for one in seconds[name]]
+    for name, peak in peaks.items():
+        result[f"{name}_bytes_per_s"] = int(size / medians[name])
+        result[f"{name}_speed_over_cp"] = round(medians["cp"] / medians[name], 2)
+        result[f"{name}_peak_bytes"] = peak
     result["peak_bound_bytes"] = 2 * largest + 500_000_000
     return result
+
+
+def _level(reads: Path, directory: Path) -> None:
+    """Bring every timed step to one start: what it reads is in memory, as much again is free and was in use a moment ago, all is synced."""
+    _timed(["cp", "-r", str(reads), str(directory / "level")])
+    os.sync()
+    shutil.rmtree(directory / "level")
 
 
 def _timed(command: list[str]) -> tuple[float, int]:
@@ -110,7 +138,9 @@ def write_random_checkpoint(path: Path, gb: float, seed: int = 0) -> tuple[Path,
         members = [t for t in tensors if file_of[t.location, t.name] == name]
         writer = ShardWriter(path / name, [s for t in members for s in tensor_specs(t)], {"format": "pt"})
         for tensor in members:
-            writer.write(tensor.name, np.frombuffer(rng.bytes(tensor.num_bytes), np.uint8))
+            # In small parts: a child's peak counts what this process held when it was started.
+            for at in range(0, tensor.num_bytes, _PART_BYTES):
+                writer.write_part(tensor.name, at, np.frombuffer(rng.bytes(min(_PART_BYTES, tensor.num_bytes - at)), np.uint8))
         writer.close()
     weight_map = {t.name: file_of[t.location, t.name] for t in tensors}
     total = sum(t.num_bytes for t in tensors)

@@ -1,15 +1,18 @@
 """A checkpoint on disk, opened and checked: which file holds which tensor, and what kind of checkpoint it is.
 
-Enters: a Hugging Face directory, or a directory of Megatron rank shards that this package wrote. Leaves: `Checkpoint`, from which
-rectangles are read. Before any weight is read: every expected tensor stands in exactly one file with the right dtype and shape, the
-index names what the shards hold, `quantization_config` and the scales agree, and the layout is legal.
+Enters: a Hugging Face directory, a directory of Megatron rank shards that this package wrote, or a `torch_dist` directory of
+megatron.core.dist_checkpointing. Leaves: `Checkpoint`, from which rectangles are read. Before any weight is read: every expected tensor
+stands in exactly one file with the right dtype and shape, the index names what the shards hold, `quantization_config` and the scales
+agree, and the layout is legal.
 
-Kinds: `hf` (BF16 or block FP8) and `megatron`. A Megatron directory holds `conversion_manifest.json`, one `ppP-tpT-vpV.safetensors`
-for each model chunk of each rank, and in `hf/` the config, tokenizer and generation files of the source.
+Kinds: `hf` (BF16 or block FP8), `megatron` and `torch_dist` (BF16). A `megatron` directory holds `conversion_manifest.json`, one
+`ppP-tpT-vpV.safetensors` for each model chunk of each rank, and in `hf/` the config, tokenizer and generation files of the source. A
+`torch_dist` directory holds `.metadata` and `*.distcp`, and where this package wrote it also manifest and `hf/`; for one that
+Megatron-core wrote, the model's config has to be named.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,13 @@ from typing import Any
 import numpy as np
 
 from conversion.architecture import ModelArchitecture, read_config
-from conversion.files import ITEM_BYTES, SafetensorsFile
+from conversion.files import ITEM_BYTES, SafetensorsFile, TensorReader
 from conversion.layout import ParallelLayout, check_layout_of
-from conversion.names import LM_HEAD, SCALE_SUFFIX, check_names, is_non_weight
+from conversion.names import FIRST_STAGE, LM_HEAD, SCALE_SUFFIX, check_names, is_non_weight
 from conversion.quantization_config import fp8_modules_of
 from conversion.scales import SCALE_DTYPES, check_scales, scales_to_fp32
-from conversion.shards import HF, StoredTensor, hf_tensors, megatron_tensors, rank_keys
+from conversion.shards import HF, TORCH_DIST, StoredTensor, hf_tensors, megatron_tensors, rank_keys, torch_dist_tensors
+from conversion.torch_dist_reader import METADATA, TorchDistReader
 
 INDEX = "model.safetensors.index.json"
 MANIFEST = "conversion_manifest.json"
@@ -37,13 +41,13 @@ class Checkpoint:
     kind: str
     arch: ModelArchitecture
     layout: ParallelLayout | None
-    """None for `hf`."""
+    """None for `hf` and `torch_dist`, which are the same for every layout."""
     fp8: frozenset[str]
     """Hugging Face module names of the block-FP8 linears."""
     tensors: list[StoredTensor]
     config_dir: Path
     """Where config.json and the tokenizer and generation files stand."""
-    files: dict[tuple[str, str], SafetensorsFile] = field(default_factory=dict)
+    files: dict[tuple[str, str], TensorReader] = field(default_factory=dict)
     """(location, tensor name) -> file, scales included."""
 
     def read(self, stored: StoredTensor, rows: tuple[int, int], cols: tuple[int, int], out: np.ndarray) -> None:
@@ -66,14 +70,36 @@ class Checkpoint:
             file.close()
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a directory of either kind; raises ValueError that names what is missing, spare, truncated or contradictory."""
+def open_checkpoint(path: str | Path, hf_config: str | Path | None = None) -> Checkpoint:
+    """Open a directory of any kind; raises ValueError that names what is missing, spare, truncated or contradictory.
+
+    hf_config: a directory with the config.json (and the tokenizer and generation files) of a `torch_dist` source that has none in `hf/`.
+    """
     path = Path(path)
     if not path.is_dir():
-        raise ValueError(f"{path} is not a directory; give a Hugging Face directory or one written by `to-megatron`")
-    if (path / MANIFEST).is_file() and read_manifest(path).get("kind") == "megatron":
-        return _open_megatron(path)
-    return _open_hf(path)
+        raise ValueError(
+            f"{path} is not a directory; give a Hugging Face directory, one that `to-megatron` wrote, or a torch_dist checkpoint"
+        )
+    kind = kind_of(path)
+    if kind == "torch_dist":
+        return _open_torch_dist(path, hf_config)
+    if hf_config is not None:
+        raise ValueError(f"{path} is of kind {kind} and has its own config.json; leave the config directory {hf_config} out")
+    return _open_megatron(path) if kind == "megatron" else _open_hf(path)
+
+
+def kind_of(path: Path) -> str:
+    """Tell `hf`, `megatron` and `torch_dist` apart by what the directory holds."""
+    if (path / MANIFEST).is_file():
+        kind = read_manifest(path).get("kind")
+        if kind in ("hf", "megatron", "torch_dist"):
+            return str(kind)
+    backend = path / "metadata.json"
+    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
+        return "torch_dist"
+    if backend.is_file() and not (path / "config.json").is_file():
+        raise ValueError(f"{path} has metadata.json but neither {METADATA} nor *.distcp; torch_dist is the format that is read")
+    return "hf"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -160,6 +186,24 @@ def _open_megatron(path: Path) -> Checkpoint:
     return open_rank_shards(path, ModelArchitecture.from_hf_directory(path / CARRIED), layout, fp8, path / CARRIED)
 
 
+def _open_torch_dist(path: Path, hf_config: str | Path | None) -> Checkpoint:
+    own = path / CARRIED
+    config_dir = own if hf_config is None else Path(hf_config)
+    if hf_config is None and not (own / "config.json").is_file():
+        raise ValueError(
+            f"{path} is a torch_dist checkpoint without {CARRIED}/config.json: name its model's Hugging Face directory with "
+            "--hf-config DIR (hf_config=DIR), or copy its config, tokenizer and generation files there"
+        )
+    arch = ModelArchitecture.from_hf_directory(config_dir)
+    reader = TorchDistReader(path)
+    embedding = reader.entries.get(FIRST_STAGE[0].megatron)
+    rows = max(arch.vocab_size, embedding.shape[0] if embedding is not None else 0)
+    tensors = torch_dist_tensors(arch, rows)
+    checkpoint = Checkpoint(path=path, kind="torch_dist", arch=arch, layout=None, fp8=frozenset(), tensors=tensors, config_dir=config_dir)
+    _bind(checkpoint, TORCH_DIST, tensors, dict.fromkeys(reader.entries, reader))
+    return checkpoint
+
+
 def open_rank_shards(
     path: Path, arch: ModelArchitecture, layout: ParallelLayout, fp8: frozenset[str], config_dir: Path, tag: str | None = None
 ) -> Checkpoint:
@@ -181,7 +225,7 @@ def open_rank_shards(
     return checkpoint
 
 
-def _bind(checkpoint: Checkpoint, location: str, tensors: Iterable[StoredTensor], found: dict[str, SafetensorsFile]) -> None:
+def _bind(checkpoint: Checkpoint, location: str, tensors: Iterable[StoredTensor], found: Mapping[str, TensorReader]) -> None:
     """Check names, dtypes and shapes of one location and remember the files."""
     expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
     for stored in tensors:

@@ -5,6 +5,7 @@ stdout; the progress bar goes to stderr.
 """
 
 import argparse
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from conversion.checkpoint import open_checkpoint
+from conversion.checkpoint import kind_of, open_checkpoint
 from conversion.convert import Prepared, Target, prepare, publish
 from conversion.execute import Progress
 from conversion.layout import ParallelLayout
@@ -28,9 +29,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m conversion", description="Move checkpoints between layouts without changing a bit.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
-        ("to-megatron", "Hugging Face directory -> Megatron rank shards"),
-        ("reshard", "Megatron rank shards -> another TP x PP x VPP"),
-        ("to-hf", "Megatron rank shards (or a Hugging Face directory, to change precision) -> Hugging Face directory"),
+        ("to-megatron", "Hugging Face directory -> Megatron: rank shards, or a torch_dist checkpoint"),
+        ("reshard", "Megatron rank shards or torch_dist checkpoint -> the other of them, or another TP x PP x VPP"),
+        ("to-hf", "Megatron rank shards or torch_dist checkpoint (or Hugging Face, to change precision) -> Hugging Face directory"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("source", type=Path)
@@ -42,30 +43,44 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--workers", type=int, default=2, help="threads, each with one tensor in memory")
         command.add_argument("--dry-run", action="store_true", help="print the plan and its bytes, write nothing")
         command.add_argument("--json", action="store_true")
-        if name == "to-hf":
-            command.add_argument("--max-shard-gb", type=float, default=5.0)
-        else:
+        _add_hf_config(command)
+        command.add_argument("--max-shard-gb", type=float, default=5.0, help="of a Hugging Face or torch_dist target")
+        if name != "to-hf":
             _add_layout(command)
     verify = commands.add_parser("verify", help="compare two checkpoints of any kinds, or one with its manifest")
     verify.add_argument("a", type=Path)
     verify.add_argument("b", type=Path, nargs="?")
     verify.add_argument("--values", action="store_true", help="compare dequantised values")
+    _add_hf_config(verify)
     verify.add_argument("--json", action="store_true")
-    bench = commands.add_parser("bench", help="HF -> Megatron TP4 -> HF of a random checkpoint against cp, and peak memory")
-    bench.add_argument("directory", type=Path, help="on the disk to measure; its contents are removed at the end")
+    text = (
+        "HF -> Megatron TP4 -> HF of a random checkpoint against cp of the same files on the same disk, and peak memory. Each step reads "
+        "the checkpoint once from memory and writes it once, and is timed until its bytes are on the disk (cp: with a sync of its copies). "
+        "..._speed_over_cp is the median time of cp over the median time of that conversion."
+    )
+    bench = commands.add_parser("bench", help="speed against cp, and peak memory", description=text)
+    bench.add_argument("directory", type=Path, help="on the disk to measure; empty or missing, and removed at the end")
     bench.add_argument("--gb", type=float, default=4.0)
+    bench.add_argument("--rounds", type=int, default=3)
     bench.add_argument("--json", action="store_true")
     return parser
 
 
+def _add_hf_config(command: argparse.ArgumentParser) -> None:
+    text = "Hugging Face directory of the model's config and tokenizer, for a torch_dist checkpoint that Megatron wrote"
+    command.add_argument("--hf-config", type=Path, metavar="DIR", help=text)
+
+
 def _add_layout(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--tp", type=int, required=True)
-    command.add_argument("--pp", type=int, default=1)
-    command.add_argument("--vpp", type=int, default=1)
+    text = "ranks: one safetensors file a rank. torch_dist: for megatron.core.dist_checkpointing.load, BF16, the same for every layout"
+    command.add_argument("--format", choices=("ranks", "torch_dist"), default="ranks", help=text)
+    command.add_argument("--tp", type=int, help="needed for ranks")
+    command.add_argument("--pp", type=int)
+    command.add_argument("--vpp", type=int)
     command.add_argument("--first-stage-layers", type=int)
     command.add_argument("--last-stage-layers", type=int)
-    command.add_argument("--row-parallel", choices=("k_complete", "k_split"), default="k_complete")
-    command.add_argument("--vocab-divisible-by", type=int, default=128)
+    command.add_argument("--row-parallel", choices=("k_complete", "k_split"), help="default k_complete")
+    command.add_argument("--vocab-divisible-by", type=int, help="default 128")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,37 +92,40 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "bench":
             from conversion.bench import bench
 
-            _print(args.json, bench(args.directory, args.gb))
+            _print(args.json, bench(args.directory, args.gb, args.rounds))
             return 0
         return _convert(args)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        way_out = "; nothing was put at the target: make room and run the same command again, it goes on where it stopped" if full else ""
+        print(f"error: {error}{way_out}", file=sys.stderr)
         return 2
 
 
 def _target(args: argparse.Namespace) -> Target:
     cast = args.scale_format if args.cast == "fp8" else args.cast
     bf16_layers = tuple(args.bf16_layer)
+    shared: dict[str, Any] = {"cast": cast, "bf16_layers": bf16_layers, "overwrite": args.overwrite}
     if args.command == "to-hf":
-        return Target(kind="hf", cast=cast, bf16_layers=bf16_layers, max_shard_bytes=int(args.max_shard_gb * 1e9), overwrite=args.overwrite)
-    layout = ParallelLayout(
-        tp=args.tp,
-        pp=args.pp,
-        vpp=args.vpp,
-        first_stage_layers=args.first_stage_layers,
-        last_stage_layers=args.last_stage_layers,
-        row_parallel=args.row_parallel,
-        vocab_divisible_by=args.vocab_divisible_by,
-    )
-    return Target(kind="megatron", layout=layout, cast=cast, bf16_layers=bf16_layers, overwrite=args.overwrite)
+        return Target(kind="hf", max_shard_bytes=int(args.max_shard_gb * 1e9), **shared)
+    names = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "row_parallel", "vocab_divisible_by")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.format == "torch_dist":
+        if given:
+            listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--format torch_dist is loaded at any layout and has none of its own; leave {listed} out")
+        return Target(kind="torch_dist", max_shard_bytes=int(args.max_shard_gb * 1e9), **shared)
+    if "tp" not in given:
+        raise ValueError(f"{args.command} --format ranks needs --tp, the tensor-parallel degree")
+    return Target(kind="megatron", layout=ParallelLayout(**given), **shared)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    source = open_checkpoint(args.source)
+    source = open_checkpoint(args.source, args.hf_config)
     try:
-        expected = {"to-megatron": "hf", "reshard": "megatron"}.get(args.command)
-        if expected is not None and source.kind != expected:
-            raise ValueError(f"{args.command} reads a {expected} checkpoint, but {args.source} is of kind {source.kind}")
+        expected = {"to-megatron": ("hf",), "reshard": ("megatron", "torch_dist")}.get(args.command)
+        if expected is not None and source.kind not in expected:
+            raise ValueError(f"{args.command} reads a {' or '.join(expected)} checkpoint, but {args.source} is of kind {source.kind}")
         if args.command == "to-hf" and source.kind == "hf" and args.cast is None:
             raise ValueError(f"{args.source} is a Hugging Face directory already; to change its precision give --cast bf16 or fp8")
         prepared = prepare(source, _target(args))
@@ -159,7 +177,7 @@ def _verify(args: argparse.Namespace) -> int:
         checked = check_manifest(args.a)
         _print(args.json, {"equal": True, "tensors_checked": checked})
         return 0
-    a, b = open_checkpoint(args.a), open_checkpoint(args.b)
+    a, b = (open_checkpoint(path, args.hf_config if kind_of(path) == "torch_dist" else None) for path in (args.a, args.b))
     try:
         with _bar(sum(t.num_bytes for t in a.tensors), args.json) as progress:
             difference = first_difference(a, b, args.values, progress)

@@ -9,20 +9,23 @@ import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
 import numpy as np
 
-from conversion.assemble import assemble, tensor_specs
+from conversion.assemble import assemble, moves_bytes, read_scales, tensor_specs, windows
 from conversion.checkpoint import Checkpoint
-from conversion.files import ShardWriter
+from conversion.files import ShardWriter, TensorSpec, TensorWriter
 from conversion.layout import BLOCK
 from conversion.output import OutputDirectory
 from conversion.plan import Plan, TargetPlan
 from conversion.scales import scale_format
 
 _FLUSH_BYTES = 2**27
+WINDOW_BYTES = 2**22
+"""Bytes that are read, hashed and written at a time where precision is kept."""
 
 Progress = Callable[[int], None]
 """Called with the bytes that were written since the last call."""
@@ -36,8 +39,8 @@ class Execution:
     output: OutputDirectory
     file_of: Mapping[tuple[str, str], str]
     """(location, tensor name) of each target tensor -> shard file."""
-    metadata: Mapping[str, str]
-    """Goes into each shard's header."""
+    open_file: Callable[[Path, list[TensorSpec]], TensorWriter]
+    """Creates one output file for the tensors given."""
     cast: str | None = None
     """None moves bytes only; `bf16` allows FP8 -> BF16; `fp32` or `ue8m0` allow BF16 -> FP8 with such scales."""
     workers: int = 2
@@ -52,19 +55,41 @@ class _Shard:
         self.tensors: dict[str, dict[str, Any]] = {}
         self.syncs: list[Future[None]] = []
         self._targets, self._run, self._flusher, self._lock = targets, run, flusher, Lock()
-        self._writer: ShardWriter | None = None
+        self._writer: TensorWriter | None = None
         self._unsynced = 0
 
     def write(self, name: str, dtype: str, data: np.ndarray, extra: dict[str, Any]) -> None:
+        """Write one whole tensor."""
+        raw = data.view(np.uint8).reshape(data.shape[0], -1)
+        place = self._open().write(name, raw)
+        self._note(name, raw.nbytes, {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra, **place})
+
+    def stream(self, target_plan: TargetPlan, scratch: "_Scratch", extra: dict[str, Any]) -> bool:
+        """Write one tensor, a window at a time while it is in the processor's cache; False where the file takes whole tensors only."""
+        writer, name = self._open(), target_plan.target.name
+        if not isinstance(writer, ShardWriter):
+            return False
+        digest, at = hashlib.sha256(), 0
+        for window in windows(target_plan, self._run.source, scratch.take, WINDOW_BYTES):
+            digest.update(window)
+            writer.write_part(name, at, window)
+            at += window.nbytes
+        self._note(name, at, {"dtype": "F8_E4M3" if target_plan.target.fp8 else "BF16", "sha256": digest.hexdigest(), **extra})
+        return True
+
+    def _open(self) -> TensorWriter:
         with self._lock:
             if self._writer is None:
                 specs = [spec for t in self._targets for spec in tensor_specs(t.target)]
-                self._writer = ShardWriter(self._run.output.path / self.name, specs, dict(self._run.metadata))
-        raw = data.view(np.uint8).reshape(data.shape[0], -1)
-        self._writer.write(name, raw)
-        self.tensors[name] = {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra}
+                self._writer = self._run.open_file(self._run.output.path / self.name, specs)
+            return self._writer
+
+    def _note(self, name: str, num_bytes: int, described: dict[str, Any]) -> None:
+        """Remember what the manifest says of a tensor that is written, and sync now and then."""
+        self.tensors[name] = described
         with self._lock:
-            self._unsynced += raw.nbytes
+            assert self._writer is not None
+            self._unsynced += num_bytes
             if self._unsynced > _FLUSH_BYTES:
                 self._unsynced = 0
                 self.syncs.append(self._flusher.submit(self._writer.flush))
@@ -127,9 +152,13 @@ class _Scratch(local):
 
 def _write_target(target_plan: TargetPlan, shard: _Shard, run: Execution, scratch: _Scratch, progress: Progress | None) -> None:
     target = target_plan.target
-    data, scales = assemble(target_plan, run.source, run.cast, scratch.take)
-    extra = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
-    shard.write(target.name, "F8_E4M3" if target.fp8 else "BF16", data, {"shape": list(target.shape), **extra})
+    described: dict[str, Any] = {"shape": list(target.shape)}
+    scales = read_scales(target_plan, run.source) if target.fp8 and moves_bytes(target_plan) else None
+    fp8 = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
+    if not (moves_bytes(target_plan) and shard.stream(target_plan, scratch, {**described, **fp8})):
+        data, scales = assemble(target_plan, run.source, run.cast, scratch.take)
+        fp8 = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
+        shard.write(target.name, "F8_E4M3" if target.fp8 else "BF16", data, {**described, **fp8})
     if scales is not None:
         shard.write(target.scale_name, "F32", scales, {"shape": list(scales.shape)})
     shard.finish_one()

@@ -8,10 +8,10 @@ Left out: which files make up a checkpoint (`checkpoint`), and what a dtype mean
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,12 +23,11 @@ _SCATTER_BYTES = 2048
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a file: its dtype as safetensors names it, shape, and the absolute offset of its first byte."""
+class TensorInfo:
+    """What one stored tensor is: its dtype as safetensors names it, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
-    offset: int
 
     @property
     def num_bytes(self) -> int:
@@ -39,6 +38,41 @@ class TensorEntry:
     def row_bytes(self) -> int:
         """Bytes of one row (all axes but the first)."""
         return int(np.prod(self.shape[1:], dtype=np.int64)) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class TensorEntry(TensorInfo):
+    """One tensor of a safetensors file, with the absolute offset of its first byte."""
+
+    offset: int
+
+
+class TensorReader(Protocol):
+    """Where tensors of a checkpoint are read from; safe to use from several threads at once."""
+
+    path: Path
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files whose bytes decide what is read."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorInfo]:
+        """Tensor name -> what it is."""
+
+    def read(self, name: str, rows: tuple[int, int], cols: tuple[int, int], out: np.ndarray) -> None:
+        """Read a rectangle of elements; out: [rows, columns * item bytes] uint8."""
+
+    def close(self) -> None:
+        """Close the files; reading afterwards is an error."""
+
+
+def read_all(reader: TensorReader, name: str) -> np.ndarray:
+    """Return a whole tensor as [rows, row bytes] uint8 (a vector: [elements, item bytes])."""
+    entry = reader.entries[name]
+    out = np.empty((entry.shape[0], entry.row_bytes), np.uint8)
+    reader.read(name, (0, entry.shape[0]), (0, entry.row_bytes // ITEM_BYTES[entry.dtype]), out)
+    return out
 
 
 class SafetensorsFile:
@@ -52,6 +86,7 @@ class SafetensorsFile:
             raise ValueError(f"{self.path} does not exist; the checkpoint is incomplete, copy the file again")
         self._fd = os.open(self.path, os.O_RDONLY)
         self.entries, self.metadata = self._read_header()
+        self.paths = (self.path,)
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
@@ -125,22 +160,19 @@ class SafetensorsFile:
             self._fill(scratch[:count].reshape(-1), entry.offset + first * row_bytes)
             out[first - rows[0] : first - rows[0] + count] = scratch[:count, start : start + width]
 
-    def read_all(self, name: str) -> np.ndarray:
-        """Return a whole tensor as [rows, row bytes] uint8 (a vector: [elements, item bytes])."""
-        entry = self.entries[name]
-        cols = int(np.prod(entry.shape[1:], dtype=np.int64))
-        out = np.empty((entry.shape[0], entry.row_bytes), np.uint8)
-        self.read(name, (0, entry.shape[0]), (0, cols), out)
-        return out
-
     def _fill(self, flat: np.ndarray, offset: int) -> None:
-        view = memoryview(flat)
-        done = 0
-        while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], offset + done)
-            if got == 0:
-                raise ValueError(f"{self.path}: ends at byte {offset + done}; the file was truncated while it was read")
-            done += got
+        fill(self._fd, self.path, flat, offset)
+
+
+def fill(fd: int, path: Path, flat: np.ndarray, offset: int) -> None:
+    """Read bytes of an open file into a contiguous uint8 array; raises ValueError naming `path` where it ends early."""
+    view = memoryview(flat)
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if got == 0:
+            raise ValueError(f"{path}: ends at byte {offset + done}; the file was truncated while it was read")
+        done += got
 
 
 @dataclass(frozen=True)
@@ -150,6 +182,19 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class TensorWriter(Protocol):
+    """A file of tensors that is being written, in any order, from any thread."""
+
+    def write(self, name: str, data: np.ndarray) -> dict[str, Any]:
+        """Write one tensor; data: its bytes as a contiguous uint8 array. Returns what the manifest must know of its place."""
+
+    def flush(self) -> None:
+        """Push what is written so far to the disk."""
+
+    def close(self, sync: bool = True) -> None:
+        """Close the file; `sync` waits until its bytes are on the disk."""
 
 
 class ShardWriter:
@@ -177,19 +222,23 @@ class ShardWriter:
         self.data_bytes = end
         self._places = {name: (base + start, size) for name, (start, size) in sizes.items()}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write_at(memoryview(len(text).to_bytes(8, "little") + text), 0)
-        os.ftruncate(self._fd, base + end)
+        write_at(self._fd, path, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        try:
+            os.ftruncate(self._fd, base + end)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
-    def write(self, name: str, data: np.ndarray) -> None:
+    def write(self, name: str, data: np.ndarray) -> dict[str, Any]:
         """Write one tensor; data: its bytes as a contiguous uint8 array of any shape. Raises OSError where the disk is full."""
-        offset, size = self._places[name]
-        assert data.nbytes == size and data.dtype == np.uint8, (name, data.nbytes, size, data.dtype)
-        self._write_at(memoryview(data.reshape(-1)), offset)
+        assert data.nbytes == self._places[name][1], (name, data.nbytes, self._places[name])
+        self.write_part(name, 0, data)
+        return {}
 
-    def _write_at(self, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done:], offset + done)
+    def write_part(self, name: str, at: int, data: np.ndarray) -> None:
+        """Write bytes of one tensor from position `at` on; the caller writes each byte once."""
+        offset, size = self._places[name]
+        assert at + data.nbytes <= size and data.dtype == np.uint8, (name, at, data.nbytes, size, data.dtype)
+        write_at(self._fd, self.path, memoryview(data.reshape(-1)), offset + at)
 
     def flush(self) -> None:
         """Push what is written so far to the disk, so that little is left to wait for at the end."""
@@ -206,3 +255,13 @@ class ShardWriter:
         finally:
             os.close(self._fd)
             self._fd = -1
+
+
+def write_at(fd: int, path: Path, view: memoryview, offset: int) -> None:
+    """Write all bytes at an offset of an open file; raises OSError naming `path` where the disk is full."""
+    done = 0
+    while done < len(view):
+        try:
+            done += os.pwrite(fd, view[done:], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error

@@ -32,6 +32,7 @@ _WEIGHT_SUFFIXES = (
     ".ot",
     ".tflite",
     ".npz",
+    ".distcp",
     ".index.json",
 )
 
@@ -109,10 +110,14 @@ class OutputDirectory:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file and sync it."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a small file and sync it."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with path.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
 

@@ -1,4 +1,4 @@
-"""What each place stores, as rectangles of canonical (Hugging Face) tensors: HF directory, Megatron ranks, vLLM ranks.
+"""What each place stores, as rectangles of canonical (Hugging Face) tensors: HF directory, Megatron ranks, torch_dist, vLLM ranks.
 
 Enters: architecture, layout, and the set of FP8 linears. Leaves: a list of `StoredTensor`. Rows count output features (or the elements
 of a vector, which has one column), columns count input features. A block-FP8 stored tensor `X.weight` has its scales beside it in
@@ -10,7 +10,7 @@ whole blocks of their own. On legal layouts this is bit-identical to quantising 
 Left out: how a plan is made of two descriptions (`plan`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import BLOCK, ParallelLayout, padded_vocab_size, stage_layers
@@ -18,6 +18,8 @@ from conversion.names import SCALE_SUFFIX, Cut, NameRule, canonical_shape, chunk
 
 HF = "hf"
 """The one location of a Hugging Face directory."""
+TORCH_DIST = "torch_dist"
+"""The one location of a directory of Megatron's distributed checkpointing."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,15 @@ def megatron_tensors(arch: ModelArchitecture, layout: ParallelLayout, fp8: froze
         for rule in chunk_rules(arch, layers, first, last):
             tensors += [StoredTensor(rank_key(pp, tp, vp), *_cut(arch, layout, rule, tp, fp8)) for tp in range(layout.tp)]
     return tensors
+
+
+def torch_dist_tensors(arch: ModelArchitecture, vocab_rows: int | None = None) -> list[StoredTensor]:
+    """Describe a `torch_dist` directory: what a single rank would hold, whatever the ranks were that wrote it.
+
+    vocab_rows: rows of embedding and head, padding included; by default the least that Megatron pads to.
+    """
+    layout = ParallelLayout() if vocab_rows is None else ParallelLayout(vocab_divisible_by=vocab_rows)
+    return [replace(stored, location=TORCH_DIST) for stored in megatron_tensors(arch, layout)]
 
 
 _Part = tuple[str, tuple[int, ...], tuple[Piece, ...], bool]

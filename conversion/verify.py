@@ -5,18 +5,21 @@ dtypes on disk do not count, their values do. With `values` FP8 tensors are dequ
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from conversion.assemble import assemble, check_replicas
 from conversion.checkpoint import MANIFEST, Checkpoint, read_manifest
 from conversion.execute import Progress
-from conversion.files import SafetensorsFile
+from conversion.files import SafetensorsFile, TensorReader, read_all
 from conversion.layout import BLOCK
 from conversion.plan import Plan, TargetPlan, make_plan
 from conversion.shards import hf_tensors
+from conversion.torch_dist_reader import TorchDistReader
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,12 @@ def check_manifest(path: Path, progress: Progress | None = None) -> int:
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} has no {MANIFEST}; give a second checkpoint to compare with")
     checked = 0
-    for file_name, entry in read_manifest(path)["files"].items():
-        file = SafetensorsFile(path / file_name)
+    for file, entry in _readers(path):
         try:
             if set(entry) != set(file.entries):
                 raise ValueError(f"{file.path} and the manifest list other tensors: {sorted(set(entry) ^ set(file.entries))[:8]}")
             for name, described in entry.items():
-                if hashlib.sha256(file.read_all(name)).hexdigest() != described["sha256"]:
+                if hashlib.sha256(read_all(file, name)).hexdigest() != described["sha256"]:
                     raise ValueError(f"{file.path}: {name} is not what was written (sha256 differs); the file is damaged, convert again")
                 checked += 1
                 if progress is not None:
@@ -123,3 +125,13 @@ def check_manifest(path: Path, progress: Progress | None = None) -> int:
         finally:
             file.close()
     return checked
+
+
+def _readers(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any]]]:
+    """Yield what can be read and what the manifest says of its tensors: file by file, a torch_dist directory as a whole."""
+    manifest = read_manifest(path)
+    if manifest.get("kind") == "torch_dist":
+        yield TorchDistReader(path), {name: said for entry in manifest["files"].values() for name, said in entry.items()}
+        return
+    for file_name, entry in manifest["files"].items():
+        yield SafetensorsFile(path / file_name), entry

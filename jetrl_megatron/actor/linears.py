@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide, get_pg_size
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -146,6 +147,20 @@ class FlowRowParallelLinear(FlowLinear, Module):
         if self.sequence_parallel:
             return mappings.all_to_all_hp2sp(y, group=self.tp_group).unsqueeze(1)
         return mappings.gather_from_tensor_model_parallel_region(y, group=self.tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the weight for Megatron's distributed checkpoints: cut over TP ranks along the axis that this kind cuts."""
+        axis = 0 if self.row_parallel is RowParallel.k_complete else 1
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": axis},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def backward_dw(self) -> None:
         """Do nothing: the weight gradient is never delayed."""

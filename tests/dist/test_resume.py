@@ -62,8 +62,7 @@ def outcome(folder: Path) -> dict:
     return {
         "records": [{k: v for k, v in r.items() if k != "seconds"} for r in records],
         "summary": {k: v for k, v in summary.items() if k not in ("seconds", "total_s")},
-        # The export's manifest names the directory that it was made in.
-        "hf": {p.name: p.read_bytes().replace(str(folder).encode(), b"RUN") for p in sorted(run.hf.iterdir())},
+        "hf": {p.name: p.read_bytes() for p in sorted(run.hf.iterdir())},
         "checkpoint": (found.step, dict(found.meta), states),
         "kept": sorted(p.name for p in run.checkpoints.iterdir()),
     }

@@ -1,5 +1,7 @@
 """The actor's calls: its own shards in, its own shards out, and every way in which ranks can disagree."""
 
+import json
+
 import pytest
 import torch
 
@@ -46,6 +48,9 @@ def test_rank_shards_merge_into_the_source_bit_for_bit(source, tmp_path, options
     merge_to_hf(tmp_path / "shards", tmp_path / "out", path, arch, layout, tag="step 1")
     assert as_bytes(tmp_path / "out") == as_bytes(path)
     assert (tmp_path / "out" / "config.json").read_bytes() == (path / "config.json").read_bytes()
+    manifest = json.loads((tmp_path / "out" / "conversion_manifest.json").read_text())
+    assert (manifest["source"], manifest["source_kind"]) == ("shards", "megatron")
+    assert str(tmp_path) not in json.dumps(manifest), "two runs that end in the same weights leave the same manifest"
 
 
 def test_loaded_tensors_have_the_announced_shapes_and_may_be_trained_in_place(source):

@@ -50,6 +50,25 @@ def test_quantising_before_and_after_the_cut_gives_the_same_bytes(tmp_path, conf
     assert as_bytes(tmp_path / "moved") == as_bytes(tmp_path / "before")
 
 
+@pytest.mark.parametrize("cast, codes, scales", [("fp32", 0, 0), ("ue8m0", 16384, 1)])
+def test_requantising_dequantised_values_changes_bytes_which_moving_does_not(tmp_path, cast, codes, scales):
+    source = write_bf16(tmp_path / "bf16", {**DIM128, "num_hidden_layers": 1, "hidden_size": 1024, "num_attention_heads": 8})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load(source)
+    tensors[name] = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file(tensors, source / "model.safetensors")
+    convert(source, tmp_path / "once", Target(kind="hf", cast=cast))
+    convert(tmp_path / "once", tmp_path / "values", Target(kind="hf", cast="bf16"))
+    convert(tmp_path / "values", tmp_path / "twice", Target(kind="hf", cast=cast))
+    once, twice = load(tmp_path / "once"), load(tmp_path / "twice")
+    assert int((once[name].view(torch.uint8) != twice[name].view(torch.uint8)).sum()) == codes
+    changed = once[name + "_scale_inv"] != twice[name + "_scale_inv"]
+    assert (changed.numel(), int(changed.sum())) == (64, scales)
+    convert(tmp_path / "once", tmp_path / "moved", megatron(tp=2, row_parallel="k_split"))
+    convert(tmp_path / "moved", tmp_path / "back", Target(kind="hf"))
+    assert as_bytes(tmp_path / "back") == as_bytes(tmp_path / "once")
+
+
 def test_wire_format_is_the_checkpoint_format_and_receivers_slice_on_both_axes(tmp_path):
     config = {**DIM128, "hidden_size": 512, "num_hidden_layers": 1}
     source = write_fp8(tmp_path / "source", config)

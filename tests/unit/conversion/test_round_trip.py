@@ -7,11 +7,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from conversion import execute
 from conversion.checkpoint import MANIFEST
 from conversion.convert import Target, convert
 from conversion.layout import ParallelLayout
 from tests.tiny_models import write_tiny_model
-from tests.unit.conversion.directories import as_bytes, load
+from tests.unit.conversion.directories import as_bytes, load, write_bf16, write_fp8
+from tests.unit.conversion.shapes import published_config
 
 LAYOUTS = [
     {"tp": tp, "row_parallel": row, **pipeline}
@@ -42,6 +44,29 @@ def test_there_and_back_again_is_bit_exact(source, tmp_path, options):
     for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"):
         assert (tmp_path / "hf" / name).read_bytes() == (source / name).read_bytes(), name
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == sorted([*(p.name for p in source.iterdir()), MANIFEST])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("row_parallel", ["k_complete", "k_split"])
+def test_tensors_are_moved_in_windows_of_bounded_memory(tmp_path, monkeypatch, fp8, row_parallel):
+    config = {**published_config("Llama-3.2-1B", layers=2, vocab=1003), "hidden_size": 256, "num_attention_heads": 8}
+    config |= {"num_key_value_heads": 4, "intermediate_size": 384}
+    source = (write_fp8 if fp8 else write_bf16)(tmp_path / "source", config)
+    sizes = []
+    real = execute._Scratch.take
+
+    def take(self, num_bytes):
+        sizes.append(num_bytes)
+        return real(self, num_bytes)
+
+    monkeypatch.setattr(execute._Scratch, "take", take)
+    # No divisor of a head, a block or a shard: windows begin and end inside all of them.
+    monkeypatch.setattr(execute, "WINDOW_BYTES", 7 * 512 + 100)
+    layout = ParallelLayout(tp=1 if fp8 else 4, pp=2, row_parallel=row_parallel)
+    convert(source, tmp_path / "megatron", Target(kind="megatron", layout=layout))
+    convert(tmp_path / "megatron", tmp_path / "hf", Target(kind="hf"))
+    assert as_bytes(tmp_path / "hf") == as_bytes(source)
+    assert max(sizes) <= 7 * 512 + 100 and len(sizes) > 1000
 
 
 def test_resharding_between_layouts_equals_converting_directly(source, tmp_path):

