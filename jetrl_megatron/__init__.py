@@ -9,6 +9,7 @@ The tour, in the order the data flows; each package's docstring says which file 
   verified before they serve.
 - `grpo`: rewards, advantages, batches, loss, mismatch.
 - `loop`: the parts of one run; `train`: the loop itself; `evaluate`: a model on a benchmark; `metrics`: what a step reports.
+- `flow`: every operator of vLLM against the actor's.
 - `run`: run directory, checkpoints, signals, records, report, local launch.
 - `cli`, `expected_warnings`: the command `jetrl`. `bench`: timings of kernels, linears, the update step and engines.
 

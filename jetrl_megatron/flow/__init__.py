@@ -1,7 +1,8 @@
-"""The precision flow as it runs: every operator of the rollout engine against the actor's, on the same inputs.
+"""The precision flow as it runs: every operator of the rollout engine measured against the actor's, on the same inputs.
 
     prompts -> vLLM in a process of its own --(outputs of every operator)--> the actor, which is fed them -> table
 
-`engine_taps` records a real vLLM engine's operators, `actor_taps` compares the actor's, `command` runs both and prints what differs.
-A change to what a layer computes belongs in actor/; a change to how an engine is started in rollout/compat.py.
+It measures what runs instead of comparing two descriptions, so nothing has to be declared for an operator and nothing can be declared
+wrongly. `operators` names what is compared, `engine_taps` records a real vLLM engine, `actor_taps` compares the actor, `command` runs both
+and prints. What a layer computes is changed in actor/; how an engine is started, and where its operators are, in rollout/compat.py.
 """

@@ -8,7 +8,7 @@ do in a run. Prompt tokens (the engine's prefill) and drawn tokens (its decoding
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,21 +39,32 @@ class Difference:
     """Where it first differed, -1: nowhere."""
 
     def add(self, actor: Tensor, engine: Tensor, layer: int) -> None:
-        """Compare equally shaped tensors exactly."""
-        assert actor.shape == engine.shape, (actor.shape, engine.shape)
-        distance = (actor.double() - engine.double()).abs()
-        count = int((distance != 0).sum())
-        self.elements += distance.numel()
+        """Compare equally shaped tensors of one dtype bit for bit; a NaN on one side makes `largest` and `total` NaN."""
+        assert (actor.shape, actor.dtype) == (engine.shape, engine.dtype), (actor.shape, actor.dtype, engine.shape, engine.dtype)
+        count = int((actor.contiguous().view(torch.uint8) != engine.contiguous().view(torch.uint8)).view(*actor.shape, -1).any(-1).sum())
+        self.elements += actor.numel()
         self.differing += count
-        self.total += float(distance.sum())
-        if distance.numel():
-            self.largest = max(self.largest, float(distance.max()))
-        if count and (self.first_layer < 0 or layer < self.first_layer):
-            self.first_layer = layer
+        if count:
+            distance = (actor.double() - engine.double()).abs()
+            self.total += float(distance.sum())
+            self.largest = float(torch.tensor([self.largest, float(distance.max())]).max())
+            self.first_layer = layer if self.first_layer < 0 else min(layer, self.first_layer)
 
 
 Differences = dict[tuple[str, str], Difference]
 """(operator, "prefill" or "decode") -> what was found."""
+
+
+class Taps(Protocol):
+    """What sees every operator's output on its way."""
+
+    def see(self, layer: int, operator: str, actor: Tensor) -> Tensor:
+        """Take [T, width] of a layer (-1: none) and return what goes on; rows behind the sequence are padding."""
+        ...
+
+    def has(self, layer: int, operator: str) -> bool:
+        """Whether this operator is there in the model."""
+        ...
 
 
 class _Comparison:
@@ -64,7 +75,7 @@ class _Comparison:
         self._num_prompt, self._forced, self._found = sequence["num_prompt"], forced, found
 
     def see(self, layer: int, operator: str, actor: Tensor) -> Tensor:
-        """Compare [T, width] of a layer (-1: none) and return what goes on; rows beyond the engine's are padding."""
+        """Compare and, where forced, put the engine's in its place; see `Taps`."""
         engine = self._outputs[operator if layer < 0 else key(layer, operator)]
         rows = engine.shape[0]
         mine = actor.detach()[:rows]
@@ -79,7 +90,7 @@ class _Comparison:
 class _RopeTap:
     """Stands in a core attention's rope: the first call rotates q, the second k."""
 
-    def __init__(self, rope: Any, comparison: _Comparison, layer: int) -> None:
+    def __init__(self, rope: Any, comparison: Taps, layer: int) -> None:
         self._rope, self._comparison, self._layer, self._calls = rope, comparison, layer, 0
 
     def rotate(self, x: Tensor, *args: Any) -> Tensor:
@@ -108,7 +119,7 @@ class _Grouped:
 
 
 @contextmanager
-def _tapped(model: Any, actor: Actor, comparison: _Comparison) -> Iterator[None]:
+def _tapped(model: Any, actor: Actor, comparison: Taps) -> Iterator[None]:
     """Hook every operator of the actor's model for the length of a forward."""
     handles: list[Any] = []
     ropes: list[tuple[Any, Any]] = []
@@ -169,24 +180,28 @@ def _tapped(model: Any, actor: Actor, comparison: _Comparison) -> Iterator[None]
 
 
 @torch.no_grad()
-def compare(actor: Actor, sequences: list[dict[str, Any]], *, forced: bool) -> Differences:
+def compare(actor: Actor, sequences: list[dict[str, Any]], *, temperature: float, forced: bool) -> Differences:
     """Run the training forward over every recorded sequence; `forced` gives the view `alone`. The actor is on one rank."""
     found: Differences = {}
-    model: PolicyModel = actor.chunks[0].eval()
-    shard = head_shard(model, actor.arch.vocab_size)
     for sequence in sequences:
-        comparison = _Comparison(sequence, actor.device, forced, found)
-        entered = sequence["tokens"][:-1]  # the last drawn token never enters the engine
-        total = -(-len(entered) // _ROWS) * _ROWS
-        context, positions = packed_context([len(entered)], total, actor.device)
-        tokens = torch.zeros(total, dtype=torch.int64, device=actor.device)
-        tokens[: len(entered)] = torch.tensor(entered, device=actor.device)
-        with megatron_scope(actor.device), _tapped(model, actor, comparison):
-            hidden = model(tokens[None], positions[None], None, packed_seq_params=context).squeeze(1)
-        drawing = slice(sequence["num_prompt"] - 1, len(entered))
-        logits = head_logits(hidden[drawing], model.head_weight(), shard, 1.0)[:, : shard.valid]
-        found.setdefault((LOGITS, "decode"), Difference()).add(logits, sequence["outputs"][LOGITS].to(logits.device)[:, : shard.valid], -1)
-        labels = torch.tensor(sequence["tokens"][sequence["num_prompt"] :], device=actor.device)
-        logp, _ = token_logprobs(hidden[drawing], model.head_weight(), labels, shard, 1.0)
+        logits, logp = forward(actor, sequence, temperature, _Comparison(sequence, actor.device, forced, found))
+        engine = sequence["outputs"][LOGITS].to(logits.device)[:, : logits.shape[1]]
+        found.setdefault((LOGITS, "decode"), Difference()).add(logits, engine.to(logits.dtype), -1)
         found.setdefault((LOGPROB, "decode"), Difference()).add(logp, torch.tensor(sequence["logprobs"], device=logp.device), -1)
     return found
+
+
+def forward(actor: Actor, sequence: dict[str, Any], temperature: float, taps: Taps) -> tuple[Tensor, Tensor]:
+    """Run one sequence through the tapped model; returns undivided logits [drawn, V] and log-probs [drawn] of the drawn tokens, float32."""
+    model: PolicyModel = actor.chunks[0].eval()
+    entered = sequence["tokens"][:-1]  # the last drawn token never enters an engine
+    total = -(-len(entered) // _ROWS) * _ROWS
+    context, positions = packed_context([len(entered)], total, actor.device)
+    tokens = torch.tensor([*entered, *[0] * (total - len(entered))], device=actor.device)
+    with megatron_scope(actor.device), _tapped(model, actor, taps):
+        hidden = model(tokens[None], positions[None], None, packed_seq_params=context).squeeze(1)
+    drawing = hidden[sequence["num_prompt"] - 1 : len(entered)]
+    shard, weight = head_shard(model, actor.arch.vocab_size), model.head_weight()
+    labels = torch.tensor(sequence["tokens"][sequence["num_prompt"] :], device=actor.device)
+    logp, _ = token_logprobs(drawing, weight, labels, shard, temperature)
+    return head_logits(drawing, weight, shard, 1.0)[:, : shard.valid], logp

@@ -1,17 +1,21 @@
 """`jetrl flow RECIPE`: every operator of the rollout engine against the actor's, and whether the two flows are one.
 
-Enters: a recipe whose rollout runs on vLLM, its model and prompts. Leaves: a table, with `--json` one object a line. Exit code 1 where an
-operator differs. Two processes, one after the other, because both engines want the default process group: the first records a real vLLM
-engine on the weights that the actor would push, the second feeds what it recorded to the actor. One device, TP1.
+Enters: a recipe with the model, the prompts and the precision of a run whose rollout is vLLM's. Leaves: a table, with `--json` one object
+a line. Exit code 1 where an operator differs in the view `alone`; `in_place` shows what that adds up to. Two processes, one after the
+other, because both engines want the default process group: the first records a real vLLM engine on the weights that the actor would push,
+the second feeds what it recorded to the actor's training forward. One device, TP1.
 """
 
 import argparse
+import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,100 +26,118 @@ from conversion.convert import Target, convert
 from jetrl_megatron.actor import parallel_state
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
-from jetrl_megatron.config import LinearPrecision, Recipe, ScaleFormat
+from jetrl_megatron.choices import at_least
+from jetrl_megatron.config import LinearPrecision, ParallelConfig, Recipe, ScaleFormat
 from jetrl_megatron.data.prompts import load_prompts
 from jetrl_megatron.data.tokenizer import load_tokenizer
 from jetrl_megatron.flow.actor_taps import Differences, compare
 from jetrl_megatron.flow.operators import FINAL_NORM, LAYER_OPERATORS, LOGITS, LOGPROB
+from jetrl_megatron.grpo.rewards import gold_parses
 from jetrl_megatron.load import load_recipe
-from jetrl_megatron.rollout.compat import engine_environment
+from jetrl_megatron.rollout.compat import W8A16, check_engine, engine_environment
 
-_VIEWS = ("alone", "in_place")
+_LOG = logging.getLogger(__name__)
+_VIEWS, _PHASES = ("alone", "in_place"), ("prefill", "decode")
+_READ = ("model.path", "model.tokenizer", "precision.", "data.", "reward.", "run.seed", "rollout.temperature", "rollout.max_new_toks")
+_READ_BY_ENGINE = ("rollout.vllm.gpu_memory_utilization",)
+Sequences = list[dict[str, Any]]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the comparison; returns its exit code."""
-    options = argparse.ArgumentParser(prog="jetrl flow", description=str(__doc__).splitlines()[0])
-    options.add_argument("recipe", help="a YAML file; runs on one device whatever its layout")
-    options.add_argument("overrides", nargs="*", metavar="key=value")
-    options.add_argument("--prompts", type=int, default=4, help="prompts of data.train")
-    options.add_argument("--new-toks", type=int, default=64, help="tokens drawn for each")
-    options.add_argument("--json", action="store_true", help="one JSON object an operator instead of the table")
-    args, rest = options.parse_known_args(argv)
-    strange = [word for word in rest if word.startswith("-") or "=" not in word]
-    if strange:
-        options.error(f"unrecognized arguments: {' '.join(strange)}")
-    layout = ["parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "rollout.engine=vllm_pool"]
-    recipe = load_recipe(args.recipe, [*args.overrides, *rest, *layout])
+def main(args: argparse.Namespace) -> int:
+    """Run the comparison; returns its exit code.
+
+    args: `recipe` (path), `overrides` (`key=value` words), `prompts`, `new_toks` (numbers), `json` (one object an operator).
+
+    Raises:
+        ValueError: for a wrong number, a word that this command does not read, or a machine that cannot run the engine.
+    """
+    at_least("--prompts", args.prompts, 1)
+    at_least("--new-toks", args.new_toks, 1)
+    _refuse_unread([word.partition("=")[0] for word in args.overrides])
+    recipe = replace(load_recipe(args.recipe, args.overrides), parallel=ParallelConfig())
     if not recipe.model.path:
         raise ValueError("model.path is empty; jetrl flow compares engines on a Hugging Face directory: set model.path=DIR")
+    fp8, on_cuda = recipe.precision.rollout_linear is LinearPrecision.fp8, torch.cuda.is_available()
+    check_engine(fp8, on_cuda)
+    if fp8 and not on_cuda:
+        _LOG.warning(W8A16)
     with tempfile.TemporaryDirectory(prefix="jetrl-flow-") as folder:
         sequences = _recorded(recipe, Path(folder), args.prompts, args.new_toks)
-    views = dict(zip(_VIEWS, _compared(recipe, sequences), strict=True))
-    rows = _rows(views)
+    if sequences is None:
+        return 1
+    rows = [row for view, found in zip(_VIEWS, _compared(recipe, sequences), strict=True) for row in _rows(view, found)]
+    assert rows, "nothing was compared"
     _print(rows, args.json)
     return int(any(row["differing"] for row in rows if row["view"] == "alone"))
 
 
-def _recorded(recipe: Recipe, folder: Path, num_prompts: int, new_toks: int) -> list[dict[str, Any]]:
-    """Record the engine on the bytes that the actor would push."""
+def _refuse_unread(keys: list[str]) -> None:
+    """Raise ValueError for an override that would change nothing."""
+    for key in keys:
+        if not (key.startswith(_READ) or key in _READ_BY_ENGINE):
+            raise ValueError(
+                f"command line: jetrl flow does not read {key}: it runs both engines on one device, one sequence at a time. It reads "
+                f"{', '.join((*_READ, *_READ_BY_ENGINE))}; remove the word"
+            )
+
+
+def _recorded(recipe: Recipe, folder: Path, num_prompts: int, new_toks: int) -> Sequences | None:
+    """Record the engine on the bytes that the actor would push; None where the engine ended with an error, which is said."""
     source = Path(recipe.model.path)
     tokenizer = load_tokenizer(Path(recipe.model.tokenizer or source))
-    prompts = [list(p.token_ids) for p in load_prompts(recipe.data, "train", tokenizer).prompts[:num_prompts]]
+    data = replace(recipe.data, max_prompts=num_prompts)
+    prompts = [list(p.token_ids) for p in load_prompts(data, "train", tokenizer, partial(gold_parses, cfg=recipe.reward)).prompts]
     arch = ModelArchitecture.from_hf_directory(source)
     longest = max(map(len, prompts)) + new_toks
     if longest > arch.max_positions:
         raise ValueError(f"{longest} tokens exceed the model's context of {arch.max_positions}: lower --new-toks or data.max_prompt_toks")
-    model = source
     scales = recipe.precision.rollout_scale_format or recipe.precision.scale_format
+    model = source
     if recipe.precision.rollout_linear is LinearPrecision.fp8:
         model = folder / "model"
         convert(source, model, Target(kind="hf", cast=scales.value, bf16_layers=tuple(recipe.precision.bf16_layers)))
     job, out = folder / "job.json", folder / "recorded.pt"
     share = recipe.rollout.vllm.gpu_memory_utilization
-    job.write_text(json.dumps({"prompts": prompts, "new_toks": new_toks, "max_model_len": arch.max_positions, "memory_share": share}))
+    asked = {"prompts": prompts, "new_toks": new_toks, "max_model_len": arch.max_positions, "memory_share": share}
+    job.write_text(json.dumps({**asked, "temperature": recipe.rollout.temperature, "seed": recipe.run.seed}))
     environment = os.environ | engine_environment(torch.cuda.is_available(), scales is ScaleFormat.ue8m0)
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     command = [sys.executable, "-m", "jetrl_megatron.flow.engine_taps", str(model), str(job), str(out)]
     done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"the engine's recording ended with exit code {done.returncode}; its log is above")
+        _LOG.error(
+            "the engine ended with exit code %d, its log is above; where its memory is short, change rollout.vllm.gpu_memory_utilization "
+            "(now %g) or lower --prompts, --new-toks",
+            done.returncode,
+            share,
+        )
+        return None
     return list(torch.load(out))
 
 
-def _compared(recipe: Recipe, sequences: list[dict[str, Any]]) -> tuple[Differences, Differences]:
+def _compared(recipe: Recipe, sequences: Sequences) -> tuple[Differences, Differences]:
     """Return the views `alone` and `in_place`."""
     device = local_device()
     ranks = parallel_state.initialize(recipe.parallel, device)
-    source = Path(recipe.model.path)
+    source, temperature = Path(recipe.model.path), recipe.rollout.temperature
     try:
         actor = Actor(recipe, ModelArchitecture.from_hf_directory(source), source, ranks, device)
-        return compare(actor, sequences, forced=True), compare(actor, sequences, forced=False)
+        alone, in_place = (compare(actor, sequences, temperature=temperature, forced=forced) for forced in (True, False))
+        return alone, in_place
     finally:
         parallel_state.destroy()
 
 
-def _rows(views: dict[str, Differences]) -> list[dict[str, Any]]:
+def _rows(view: str, found: Differences) -> list[dict[str, Any]]:
     rows = []
-    for view, found in views.items():
-        for operator in (*LAYER_OPERATORS, FINAL_NORM, LOGITS, LOGPROB):
-            for phase in ("prefill", "decode"):
-                difference = found.get((operator, phase))
-                if difference is None or not difference.elements:
-                    continue
-                rows.append(
-                    {
-                        "view": view,
-                        "operator": operator,
-                        "phase": phase,
-                        "elements": difference.elements,
-                        "differing": difference.differing,
-                        "share": difference.differing / difference.elements,
-                        "mean": difference.total / difference.elements,
-                        "largest": difference.largest,
-                        "first_layer": difference.first_layer,
-                    }
-                )
+    for operator, phase in itertools.product((*LAYER_OPERATORS, FINAL_NORM, LOGITS, LOGPROB), _PHASES):
+        difference = found.get((operator, phase))
+        if difference is None or not difference.elements:
+            continue
+        row: dict[str, Any] = {"view": view, "operator": operator, "phase": phase}
+        row |= {"elements": difference.elements, "differing": difference.differing, "share": difference.differing / difference.elements}
+        row |= {"mean": difference.total / difference.elements, "largest": difference.largest, "first_layer": difference.first_layer}
+        rows.append(row)
     return rows
 
 
@@ -124,8 +146,8 @@ def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
         for row in rows:
             print(json.dumps(row))
         return
-    print("| view | operator | phase | differing | mean | largest | first layer |\n|" + " --- |" * 7)
+    print("| view | operator | phase | differing | of | mean | largest | first layer |\n|" + " --- |" * 8)
     for row in rows:
         first = "-" if row["first_layer"] < 0 else row["first_layer"]
-        cells = (row["view"], row["operator"], row["phase"], f"{row['share']:.4%}", f"{row['mean']:.3g}", f"{row['largest']:.3g}", first)
-        print("| " + " | ".join(map(str, cells)) + " |")
+        numbers = (row["differing"], row["elements"], f"{row['mean']:.3g}", f"{row['largest']:.3g}", first)
+        print("| " + " | ".join(map(str, (row["view"], row["operator"], row["phase"], *numbers))) + " |")

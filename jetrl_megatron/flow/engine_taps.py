@@ -1,14 +1,16 @@
 """Record what every operator of a vLLM engine gives: one prompt after the other, prefill and decoding.
 
-Enters: a Hugging Face directory, prompts, the engine arguments that a server of the run would get. Leaves: one file for `actor_taps`: the
-tokens of every sequence and, by operator, outputs [tokens, width] in the order in which the tokens entered. Runs eagerly, so that hooks are
-called; compiled with the same custom operators, the engine calls the same kernels. Needs vLLM, in a process without another process group.
+Enters: a Hugging Face directory and a job. Leaves: one file for `actor_taps`: the tokens of every sequence and, by operator, outputs
+[tokens, width] in the order in which the tokens entered. The engine has the arguments of a server that decide numbers
+(`compat.engine_numerics`); unlike a server it runs eagerly, so that hooks are called, and one sequence at a time without a prefix cache, so
+that a row is a token. Needs vLLM, in a process without another process group.
 """
 
 import argparse
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +18,36 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.flow.operators import FINAL_NORM, LOGITS, key
-from jetrl_megatron.rollout.compat import engine_numerics
+from jetrl_megatron.rollout.compat import OperatorModules, engine_numerics, operator_modules, prepare_device
 
 Recorded = dict[str, list[Tensor]]
 
 
-def record(model_dir: Path, prompts: list[list[int]], new_toks: int, max_model_len: int, memory_share: float) -> list[dict[str, Any]]:
-    """Return for each prompt `tokens` (prompt and drawn), `num_prompt`, `logprobs` of the drawn and `outputs` (key -> [n, width])."""
+def record(model_dir: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return for each prompt `tokens` (prompt and drawn), `num_prompt`, `logprobs` of the drawn and `outputs` (key -> [n, width]).
+
+    job: `prompts` (token ids), `new_toks`, `max_model_len`, `memory_share` (of the GPU), `temperature`, `seed`.
+    """
     from vllm import LLM, SamplingParams
 
+    prepare_device()
     llm = LLM(
         model=str(model_dir),
         enforce_eager=True,
-        max_model_len=max_model_len,
+        max_model_len=job["max_model_len"],
         max_num_seqs=1,
-        max_num_batched_tokens=max_model_len,
+        max_num_batched_tokens=job["max_model_len"],
         seed=0,
         enable_prefix_caching=False,
-        gpu_memory_utilization=memory_share,
+        gpu_memory_utilization=job["memory_share"],
         **engine_numerics(torch.cuda.is_available(), cuda_graphs=False),
     )
     store: Recorded = {}
-    llm.apply_model(lambda model: _tap_model(model, store))
-    params = SamplingParams(temperature=1.0, seed=1234, max_tokens=new_toks, ignore_eos=True, logprobs=0)  # min_tokens masks logits
+    llm.apply_model(lambda model: _tap(operator_modules(model), store))
+    # A minimum of tokens would mask the end of sequence out of the distribution.
+    params = SamplingParams(temperature=job["temperature"], seed=job["seed"], max_tokens=job["new_toks"], ignore_eos=True, logprobs=0)
     sequences = []
-    for prompt in prompts:
+    for prompt in job["prompts"]:
         store.clear()
         drawn = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0]
         assert drawn.logprobs is not None
@@ -51,57 +58,36 @@ def record(model_dir: Path, prompts: list[list[int]], new_toks: int, max_model_l
     return sequences
 
 
-def _tap_model(model: Any, store: Recorded) -> None:
+def _tap(modules: OperatorModules, store: Recorded) -> None:
     """Hook every operator; what a hook gets is copied at once, because the engine works in place."""
 
-    def keep(name: str, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            store.setdefault(name, []).append(tensor.detach().reshape(-1, tensor.shape[-1]).clone())
+    def keep(name: str, tensor: Tensor, width: int | None = None) -> None:
+        store.setdefault(name, []).append(tensor.detach().reshape(-1, width or tensor.shape[-1]).clone())
 
-    def heads_flat(tensor: Tensor, width: int) -> Tensor:
-        return tensor.reshape(-1, width)
+    def after(module: Any, then: Callable[[Any], None]) -> None:
+        module.register_forward_hook(lambda _module, _inputs, out: then(out))
 
-    def tap(module: Any, name: str) -> None:
-        module.register_forward_hook(lambda _m, _i, out: keep(name, out[0] if isinstance(out, tuple) else out))
+    def first(name: str, width: int | None = None) -> Callable[[Any], None]:
+        return lambda out: keep(name, out[0] if isinstance(out, tuple) else out, width)
 
-    def tap_rope(attention: Any) -> None:
+    def second(name: str) -> Callable[[Any], None]:
+        return lambda out: keep(name, out[1])
+
+    for number, layer in enumerate(modules.layers):
+        for name, (module, width) in layer.items():
+            after(module, first(key(number, name), width))
+        after(layer["mlp_norm"][0], second(key(number, "residual")))
+    turn = itertools.cycle(range(len(modules.layers)))
+
+    def rope(out: Any) -> None:
         """All layers share one rope: its n-th call in a forward is that of layer n."""
-        assert all(layer.self_attn.rotary_emb is attention.rotary_emb for layer in layers), "layers with ropes of their own"
-        calls = itertools.cycle(range(len(layers)))
+        number = next(turn)
+        for name, tensor, width in zip(("q_rope", "k_rope"), out, modules.rope_widths, strict=True):
+            keep(key(number, name), tensor, width)
 
-        def hook(_m: Any, _i: Any, out: Any) -> None:
-            number = next(calls)
-            for name, tensor, width in zip(("q_rope", "k_rope"), out, (attention.q_size, attention.kv_size), strict=True):
-                keep(key(number, name), heads_flat(tensor, width))
-
-        attention.rotary_emb.register_forward_hook(hook)
-
-    layers = model.model.layers
-    for number, layer in enumerate(layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        q_width, kv_width = attention.q_size, attention.kv_size
-
-        def tap_heads(module: Any, name: str, width: int) -> None:
-            module.register_forward_hook(lambda _m, _i, out: keep(name, heads_flat(out, width)))
-
-        def tap_mlp_norm(_m: Any, _i: Any, out: Any, number: int = number) -> None:
-            keep(key(number, "mlp_norm"), out[0])
-            keep(key(number, "residual"), out[1])
-
-        tap(layer.input_layernorm, key(number, "attn_norm"))
-        tap(attention.qkv_proj, key(number, "qkv"))
-        if hasattr(attention, "q_norm"):
-            tap_heads(attention.q_norm, key(number, "q_norm"), q_width)
-            tap_heads(attention.k_norm, key(number, "k_norm"), kv_width)
-        tap_heads(attention.attn, key(number, "attention"), q_width)
-        tap(attention.o_proj, key(number, "o"))
-        layer.post_attention_layernorm.register_forward_hook(tap_mlp_norm)
-        tap(mlp.gate_up_proj, key(number, "gate_up"))
-        tap(mlp.act_fn, key(number, "swiglu"))
-        tap(mlp.down_proj, key(number, "down"))
-    tap_rope(layers[0].self_attn)
-    tap(model.model.norm, FINAL_NORM)
-    tap(model.logits_processor, LOGITS)
+    after(modules.rope, rope)
+    after(modules.final_norm, first(FINAL_NORM))
+    after(modules.logits, first(LOGITS))
 
 
 def main(argv: list[str]) -> int:
@@ -110,8 +96,7 @@ def main(argv: list[str]) -> int:
     for name in ("model", "job", "out"):
         parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
-    job = json.loads(args.job.read_text())
-    torch.save(record(args.model, **job), args.out)
+    torch.save(record(args.model, json.loads(args.job.read_text())), args.out)
     return 0
 
 

@@ -15,7 +15,7 @@ from conversion.layout import ParallelLayout, check_layout, fp8_modules
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig
 from jetrl_megatron.loop.replicas import is_replica_leader
-from jetrl_megatron.rollout.compat import request_fields, vllm_version
+from jetrl_megatron.rollout.compat import W8A16, check_engine, request_fields, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, MIN_KEY_CHARS
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine
@@ -55,8 +55,8 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
 def check_vllm(recipe: Recipe, actor: Actor) -> None:
     """Raise ValueError where this machine, model or layout cannot have the pool that the recipe asks for."""
     cfg = recipe.rollout.vllm
-    short = vllm_version()
-    on_cuda = actor.device.type == "cuda"
+    fp8, on_cuda = recipe.precision.rollout_linear is LinearPrecision.fp8, actor.device.type == "cuda"
+    short = check_engine(fp8, on_cuda)
     if cfg.transport is not Transport.disk and not (on_cuda and short == "0.26"):
         raise ValueError(
             f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
@@ -69,16 +69,10 @@ def check_vllm(recipe: Recipe, actor: Actor) -> None:
         )
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
-    fp8 = recipe.precision.rollout_linear is LinearPrecision.fp8
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
     check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
-    if fp8 and not on_cuda and not torch.cpu._is_amx_tile_supported():
-        raise ValueError(
-            f"precision.arm is {recipe.precision.arm.value}: vLLM serves block FP8 on a CPU only with AMX, which this one lacks; "
-            "use precision.arm=bf16 or rollout.engine=local"
-        )
     if fp8 and not on_cuda and actor.ranks.is_logger:
-        _LOG.warning("vLLM serves block FP8 on a CPU with BF16 activations (W8A16): the engine's precision flow is not the actor's")
+        _LOG.warning(W8A16)
 
 
 def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> ServerPool:

@@ -10,5 +10,5 @@ The pool of vLLM servers, from a request to the bytes that answer it:
 - `vllm_server`: a server's command line, environment and process. `vllm_guard`: no server outlives its run.
 - `vllm_auth`: the key at a server's door.
 - `published`, `fingerprint`: what an engine must hold, and how two tensors are compared. `vllm_worker`: reads it back inside the engine.
-- `compat`: the only file that knows vLLM's inside.
+- `compat`: what this project knows of vLLM's inside, and every difference between its versions.
 """

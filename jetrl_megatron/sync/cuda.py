@@ -6,7 +6,7 @@ and gets the current ones by a push before its first request. Small tensors trav
 NCCL: rank 0 broadcasts to all engine ranks; with pipeline stages their leaders hand their tensors to rank 0 first, because the API knows
 one sender. A server that dies in the middle of a broadcast blocks it: that push does not come back, unlike one over `disk`.
 IPC: each actor rank gathers whole tensors over its TP group and shows them to the engine rank on its own GPU; it needs pp = 1.
-Needs CUDA and vLLM 0.26. NCCL has run from one GPU to another with every push verified (results/LOG.md); IPC has never run.
+Needs CUDA and vLLM 0.26. NCCL has run from one GPU to another with every push verified; see results/LOG.md for what has run.
 """
 
 import base64

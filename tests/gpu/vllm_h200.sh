@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on one H200 with a real vLLM server on the same GPU, in all three arms, then the pool's own tests there.
 #   bash tests/gpu/vllm_h200.sh MODEL_DIR OUT [STEPS=30] [TRANSPORT=disk]
-# MODEL_DIR: SmolLM2 widened to whole 128x128 blocks (hidden 768, 12 query and 4 kv heads). OUT: gets records.jsonl, curves.png and logs by arm.
+# MODEL_DIR: SmolLM2 widened to whole 128x128 blocks (python -m tests.smollm2_export DIR --aligned). OUT: gets records.jsonl, curves.png and logs by arm.
 # Needs vLLM 0.26 on the Python path. Environment: GPU (its number, 0), ARMS, DATA (folder with mawps/*.jsonl), EXTRA (recipe words), SKIP_TESTS.
 set -uo pipefail
 cd "$(dirname "$0")/../.."

@@ -5,21 +5,17 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.actor.actor import Actor
-from jetrl_megatron.actor.device import megatron_scope
-from jetrl_megatron.actor.logprobs import head_logits, token_logprobs
-from jetrl_megatron.actor.packed import packed_context
-from jetrl_megatron.actor.pipeline_step import head_shard
 from jetrl_megatron.config import Arm, PrecisionConfig
 from jetrl_megatron.flow import actor_taps
 from jetrl_megatron.flow.operators import FINAL_NORM, LAYER_OPERATORS, LOGITS, key
 from tests.tiny_models import write_tiny_model
 from tests.unit.actor.single_rank import single_rank_actor
 
-NUM_PROMPT, NUM_TOKENS = 20, 31
+NUM_PROMPT, NUM_TOKENS, TEMPERATURE = 20, 31, 0.7
 
 
-class Recorder(actor_taps._Comparison):
-    """Keeps what passes instead of comparing it: the actor plays the engine."""
+class Recorder:
+    """Keeps what passes: the actor plays the engine."""
 
     def __init__(self, qk_norm: bool) -> None:
         self.outputs: dict[str, Tensor] = {}
@@ -35,16 +31,14 @@ class Recorder(actor_taps._Comparison):
 
 @torch.no_grad()
 def recorded(actor: Actor) -> dict:
-    tokens = [1 + i * 7 % 190 for i in range(NUM_TOKENS)]
-    model, entered = actor.chunks[0].eval(), torch.tensor(tokens[:-1] + [0] * (128 - NUM_TOKENS + 1))
+    sequence = {"tokens": [1 + i * 7 % 190 for i in range(NUM_TOKENS)], "num_prompt": NUM_PROMPT}
     recorder = Recorder(actor.arch.qk_norm)
-    context, positions = packed_context([NUM_TOKENS - 1], 128, actor.device)
-    with megatron_scope(actor.device), actor_taps._tapped(model, actor, recorder):
-        hidden = model(entered[None], positions[None], None, packed_seq_params=context).squeeze(1)
-    rows, shard = slice(NUM_PROMPT - 1, NUM_TOKENS - 1), head_shard(model, actor.arch.vocab_size)
-    recorder.outputs[LOGITS] = head_logits(hidden[rows], model.head_weight(), shard, 1.0)
-    logp, _ = token_logprobs(hidden[rows], model.head_weight(), torch.tensor(tokens[NUM_PROMPT:]), shard, 1.0)
-    return {"tokens": tokens, "num_prompt": NUM_PROMPT, "logprobs": logp.tolist(), "outputs": recorder.outputs}
+    recorder.outputs[LOGITS], logp = actor_taps.forward(actor, sequence, TEMPERATURE, recorder)
+    return {**sequence, "logprobs": logp.tolist(), "outputs": recorder.outputs}
+
+
+def compared(actor: Actor, sequence: dict, forced: bool) -> actor_taps.Differences:
+    return actor_taps.compare(actor, [sequence], temperature=TEMPERATURE, forced=forced)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -60,7 +54,7 @@ def differing(found: actor_taps.Differences) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_an_engine_that_is_the_actor_differs_nowhere(actor, forced):
-    found = actor_taps.compare(actor, [recorded(actor)], forced=forced)
+    found = compared(actor, recorded(actor), forced)
     assert differing(found) == {}
     operators = set(LAYER_OPERATORS) - (set() if actor.arch.qk_norm else {"q_norm", "k_norm"})
     assert {name for name, phase in found if phase == "decode"} == operators | {FINAL_NORM, LOGITS, "logprob"}
@@ -73,13 +67,13 @@ def test_an_operator_that_differs_is_named_with_its_layer_and_phase(actor):
     sequence = recorded(actor)
     sequence["outputs"]["1.down"][25, 3] += 0.5
     sequence["outputs"]["0.k_rope"][4, 0] += 0.25
-    alone = differing(actor_taps.compare(actor, [sequence], forced=True))
+    alone = differing(compared(actor, sequence, True))
     # The attention of that layer is judged on the engine's k, so it differs from what the engine recorded, in every later row.
-    assert alone.pop(("attention", "prefill"), 0) == 0 and alone.pop(("attention", "decode"), 0) == 0
+    assert alone.pop(("attention", "prefill")) == 0 and alone.pop(("attention", "decode")) == 0
     # The norm behind the last layer reads the residual stream that the changed row went into.
     assert alone.pop((FINAL_NORM, "decode")) == -1
     assert alone == {("down", "decode"): 1, ("k_rope", "prefill"): 0}
-    in_place = differing(actor_taps.compare(actor, [sequence], forced=False))
+    in_place = differing(compared(actor, sequence, False))
     assert in_place == {("down", "decode"): 1, ("k_rope", "prefill"): 0}
 
 
@@ -93,3 +87,11 @@ def test_fused_qkv_goes_apart_and_back(actor):
     assert torch.equal(apart[:, :dim], fused[:, :dim])
     first_key = fused[:, per_group * dim : (per_group + 1) * dim]
     assert torch.equal(apart[:, actor.arch.num_heads * dim :][:, :dim], first_key)
+
+
+def test_bits_are_compared_not_values():
+    found = actor_taps.Difference()
+    found.add(torch.tensor([0.0, 1.0, float("nan")]), torch.tensor([-0.0, 1.0, float("nan")]), 3)
+    assert (found.elements, found.differing, found.first_layer) == (3, 1, 3)
+    found.add(torch.tensor([2.0]), torch.tensor([float("nan")]), 1)
+    assert found.differing == 2 and found.first_layer == 1 and found.largest != found.largest
