@@ -163,6 +163,8 @@ def test_stopped_in_an_evaluation(whole: dict, tmp_path: Path) -> None:
     done = start(folder, ONE, f"SIGTERM {EVALUATE}:{1 if stopped else 2}")
     assert done.returncode == 0, done.stderr
     assert_same(whole, outcome(folder))
+    starts = [json.loads(line) for line in RunDir(folder).environment.read_text().splitlines()]
+    assert [line["kernels"] for line in starts] == [{"precision.attention": "reference", "precision.backend": "reference"}] * 2
 
 
 def test_two_tensor_parallel_ranks_killed_and_stopped(tmp_path: Path) -> None:
