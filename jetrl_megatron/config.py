@@ -46,6 +46,7 @@ from jetrl_megatron.config_rl import (
 __all__ = [
     "SEEDS_PER_STEP",
     "Arm",
+    "AttentionKernel",
     "Backend",
     "Correction",
     "DataConfig",

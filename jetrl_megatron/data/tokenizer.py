@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
     "*.tiktoken",
 )
 """Globs of what a Hugging Face directory keeps of its tokenizer, of every kind that the families have had."""
+_MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError)
+"""What the library raises on files of another shape; anything else is no fault of the files."""
 CHAR_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}{% endfor %}"
@@ -43,7 +45,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             _read_object(folder / name)
     try:
         return AutoTokenizer.from_pretrained(str(folder))
-    except Exception as error:  # the library raises whatever its parsers meet, down to KeyError and plain Exception
+    except Exception as error:
+        # Its parser in Rust raises plain Exception, its Python code whatever a value of another type than it expects leads to.
+        if type(error) is not Exception and not isinstance(error, _MALFORMED):
+            raise
         raise ValueError(f"{folder} holds no tokenizer that can be loaded: {type(error).__name__}: {error}") from error
 
 

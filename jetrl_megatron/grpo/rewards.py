@@ -93,7 +93,7 @@ class RewardPool:
         return [outcomes[index].value for index in range(len(texts))]
 
     def gold_parses(self, answers: Sequence[str]) -> list[bool]:
-        """Say for each gold answer whether an answer can be compared with it ; always True for a user's own function."""
+        """Say for each gold answer whether an answer can be compared with it; always True for a user's own function."""
         if self.cfg.function != "math":
             return [True] * len(answers)
         known = [gold_is_plain(answer) for answer in answers]
@@ -155,7 +155,7 @@ def _expected(gold: str) -> Expected:
 
 
 def gold_parses(answers: Sequence[str], cfg: RewardConfig | None = None) -> list[bool]:
-    """Say for each gold answer whether it can be used ; workers are started only where plain reading does not decide.
+    """Say for each gold answer whether it can be used; workers are started only where plain reading does not decide.
 
     cfg: bounds and number of the workers, and the function: a user's own function takes any answer. None is the default configuration.
     """

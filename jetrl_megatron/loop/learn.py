@@ -80,7 +80,7 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
         "lr": lr,
         **_rollout_numbers(samples),
     }
-    refuse_non_finite(values)
+    refuse_broken_step(values)
     return values
 
 
@@ -89,7 +89,7 @@ def _add_reference(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tenso
         batch.ref_logprobs_T = logp
 
 
-def refuse_non_finite(values: dict[str, Any]) -> None:
+def refuse_broken_step(values: dict[str, Any]) -> None:
     """Raise RuntimeError naming the numbers that are NaN or infinite: such a step must not be saved over a good checkpoint."""
     broken = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     if broken:

@@ -2,7 +2,8 @@
 
 Enters: `ServerSpec` (how every server of the run is started), a model directory. Leaves: a running server that answers only with the run's
 key, on the interface that was named (loopback by default), logging into the run directory, and dying with the run (vllm_guard.py).
-The key is in the server's environment, never on a command line or in a log. Each start has a port of its own choice.
+The key is in the server's environment, never on a command line or in a log. Each start has a port of its own choice and a log file of its
+own, also when the run is started again in its directory.
 """
 
 import json
@@ -15,12 +16,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from jetrl_megatron.rollout.compat import engine_environment, engine_numerics, request_fields, server_module, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
 from jetrl_megatron.rollout.vllm_client import EngineClient
 
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "SLURM_")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "SBATCH_")
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JETRL_LAUNCHER_PID")
 _LOG_TAIL_CHARS = 1500
 _PORT_ATTEMPTS, _PORT_TAKEN = 3, "Address already in use"
@@ -106,7 +108,7 @@ class VllmServer:
         """Start nothing yet."""
         self.number, self._spec, self._key, self._gpus = number, spec, key, gpus
         self._guard: subprocess.Popen[str] | None = None
-        self._starts = 0
+        self._start_number = 0
         self.pid = 0
         """Of the server's first process, 0 before the start."""
         self.client: EngineClient | None = None
@@ -114,7 +116,7 @@ class VllmServer:
     @property
     def log_file(self) -> Path:
         """Where the server of the latest start writes."""
-        return self._spec.log_dir / f"server{self.number}-start{self._starts}.log"
+        return self._spec.log_dir / f"server{self.number}-start{self._start_number}.log"
 
     def start(self, model_dir: Path, with_weights: bool) -> EngineClient:
         """Start the server and wait until it is healthy; once more where somebody else took its port in the meantime.
@@ -131,12 +133,10 @@ class VllmServer:
 
     def _start_once(self, model_dir: Path, with_weights: bool) -> EngineClient:
         self.stop()
-        self._starts += 1
-        self._spec.log_dir.mkdir(parents=True, exist_ok=True)
         port = _free_port(self._spec.host)
         words = [sys.executable, "-m", "jetrl_megatron.rollout.vllm_guard", *server_command(self._spec, model_dir, port, with_weights)]
         environment = server_environment(self._spec, self._key, self._gpus, os.environ)
-        with self.log_file.open("wb") as log:
+        with self._new_log() as log:
             self._guard = subprocess.Popen(
                 words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
             )
@@ -146,6 +146,16 @@ class VllmServer:
         self._wait_until_healthy(self.client)
         self.client.rpc("jetrl_prepare", {}, self._spec.start_timeout_s)
         return self.client
+
+    def _new_log(self) -> BinaryIO:
+        """Create the log of the next start: the first number that no start in this run directory has taken, this process's or another's."""
+        self._spec.log_dir.mkdir(parents=True, exist_ok=True)
+        while True:
+            self._start_number += 1
+            try:
+                return self.log_file.open("xb")
+            except FileExistsError:
+                continue
 
     def _wait_until_healthy(self, client: EngineClient) -> None:
         deadline = time.monotonic() + self._spec.start_timeout_s

@@ -1,7 +1,7 @@
-"""What a start of the run ran on: versions, commit, command line, seeds, device, and the few variables that change numbers or speed.
+"""What a start of the run ran on: versions, commit, command line, seeds, device, kernels, and variables that change numbers or speed.
 
-Enters: the recipe and the command line. Leaves: one plain dictionary. Variables are taken by an explicit list of prefixes, and none whose
-name speaks of a secret; the host's name is left out.
+Enters: the recipe, the command line and the kernels that were chosen. Leaves: one plain dictionary. Variables are taken by an explicit list
+of prefixes, and none whose name speaks of a secret; the host's name is left out.
 """
 
 import os
@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,18 @@ _PREFIXES = (
 _SECRET = ("KEY", "PASS", "SECRET", "TOKEN", "CREDENTIAL")
 
 
-def describe_environment(argv: list[str], seed: int, device: str) -> dict[str, Any]:
+def describe_environment(argv: list[str], seed: int, device: str, kernels: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Describe this start.
 
-    argv: the command line. seed: the recipe's. device: what the actor runs on, as torch names it (`cpu`, `cuda:0`).
+    argv: the command line. seed: the recipe's. device: what the actor runs on, as torch names it (`cpu`, `cuda:0`). kernels: key of the
+    recipe -> what runs for it here, `auto` resolved.
     """
     return {
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "argv": argv,
         "seed": seed,
         "device": device,
+        "kernels": dict(kernels or {}),
         "python": sys.version.split()[0],
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "num_cores": len(os.sched_getaffinity(0)),

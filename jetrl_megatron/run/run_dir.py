@@ -6,7 +6,8 @@ durable before step 0. Layout:
     recipe.yaml  environment.jsonl  data.json  records.jsonl  checkpoints/  tensorboard/  hf/  curves.png  summary.json  run.lock
     initial_model/ (a synthetic model)  warm_start/ (the weights it left)  engines/ (logs of servers)  engine_weights/ (what they load)
 
-Invariant: two starts in one directory differ at most in how long the run is and what it saves and logs; two processes never run in it at
+Invariant: two starts in one directory differ at most in how long the run is and what it saves and logs, and they compute with the same
+kernels, whatever `auto` would choose by now; two processes never run in it at
 the same time (a POSIX lock, which the system drops when the process dies; a file system without locks is warned of and goes unguarded).
 """
 
@@ -17,7 +18,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -91,34 +92,37 @@ class RunDir:
         return self.path / "summary.json"
 
 
-def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int = 0) -> RunDir:
+def open_run_dir(recipe: Recipe, argv: list[str], device: str = "cpu", rank: int = 0, kernels: Mapping[str, str] | None = None) -> RunDir:
     """Make or reopen the directory that `recipe.run.dir` names.
 
     argv: the command line, for the record. device: what the actor runs on. rank: only rank 0 writes and locks; the others must
-    wait for it (a barrier of the caller) before they use the directory.
-    Raises ValueError when the directory belongs to a different recipe, is in use, holds something else or cannot be written.
+    wait for it (a barrier of the caller) before they use the directory. kernels: key of the recipe -> what runs for it here.
+    Raises ValueError when the directory belongs to a different recipe or to other kernels, is in use, holds something else or cannot be
+    written.
     """
     path = Path(recipe.run.dir)
     if rank != 0:
         return RunDir(path)
     try:
-        return _open(path, recipe, argv, device)
+        return _open(path, recipe, argv, device, kernels or {})
     except OSError as error:
         raise ValueError(f"run.dir {path} cannot be written ({error.strerror}: {error.filename}); set another run.dir") from error
 
 
-def _open(path: Path, recipe: Recipe, argv: list[str], device: str) -> RunDir:
+def _open(path: Path, recipe: Recipe, argv: list[str], device: str, kernels: Mapping[str, str]) -> RunDir:
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
     run_dir = RunDir(path, _take_lock(path / "run.lock"))
     if run_dir.recipe.exists():
         if _computed_something(run_dir):
-            _refuse_other_recipe(run_dir.recipe, recipe)
+            before = _recorded_kernels(run_dir.environment)
+            _refuse_other_recipe(run_dir.recipe, recipe, before.keys() & kernels.keys())
+            _refuse_other_kernels(path, before, kernels)
         else:
             # A start that failed its checks leaves no claim: what it wrote beside its recipe came from that recipe.
             shutil.rmtree(run_dir.initial_model, ignore_errors=True)
     write_durably(run_dir.recipe, dump_recipe(recipe))
-    line = json.dumps(describe_environment(argv, recipe.run.seed, device))
+    line = json.dumps(describe_environment(argv, recipe.run.seed, device, kernels))
     with run_dir.environment.open("a") as file:
         file.write(line + "\n")
         file.flush()
@@ -200,11 +204,34 @@ def _take_lock(path: Path) -> TextIO | None:
     return file
 
 
-def _refuse_other_recipe(path: Path, recipe: Recipe) -> None:
-    differing = differing_keys(load_recipe(path), recipe)
+def _refuse_other_recipe(path: Path, recipe: Recipe, resolved: Set[str]) -> None:
+    """resolved: keys that are compared by what they stand for, so that a name may take the place of `auto`."""
+    differing = {key: pair for key, pair in differing_keys(load_recipe(path), recipe).items() if key not in resolved}
     if differing:
         listed = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in differing.items())
         raise ValueError(
             f"run.dir {path.parent} belongs to another recipe: {listed}. Set these back, or set another run.dir "
             "(a run may change only how long it is and what it saves and logs)"
+        )
+
+
+def _recorded_kernels(path: Path) -> Mapping[str, str]:
+    """The kernels of the latest start that was let in: what the directory's records were computed with; empty where none noted them."""
+    found: Mapping[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            found = json.loads(line).get("kernels") or found
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path} is not JSON ({error}); mend or remove that line") from error
+    return found
+
+
+def _refuse_other_kernels(path: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    changed = [key for key in now if key in before and before[key] != now[key]]
+    if changed:
+        listed = "; ".join(f"{key} ran {before[key]} and would now run {now[key]}" for key in changed)
+        words = " ".join(f"{key}={before[key]}" for key in changed)
+        raise ValueError(
+            f"run.dir {path} was computed with other kernels: {listed}. Go on with {words} run.dir={path} where that can run, "
+            "or start anew with another run.dir"
         )

@@ -41,6 +41,7 @@ TRAIN_STEP = "jetrl_megatron.actor.actor:Actor.train_step"
 DECODE = "jetrl_megatron.rollout.local:_Decoding._decode"
 PUBLISH = "jetrl_megatron.run.store:CheckpointStore._publish"
 RETAIN = "jetrl_megatron.run.store:CheckpointStore._retain"
+EVALUATE = "jetrl_megatron.loop.held_out:evaluate"
 MERGE = "conversion.actor_io:merge_to_hf"
 
 
@@ -146,6 +147,24 @@ def test_stopped_by_sigterm_it_saves_and_exits_0(whole: dict, tmp_path: Path) ->
     done = start(folder, ONE)
     assert done.returncode == 0, done.stderr
     assert_same(whole, outcome(folder))
+
+
+def test_stopped_in_an_evaluation(whole: dict, tmp_path: Path) -> None:
+    """The first evaluation is recorded once; a stop in the last one finds nothing left to do but to save and export."""
+    folder = tmp_path / "run"
+    done = start(folder, ONE, f"SIGTERM {EVALUATE}:1")
+    assert done.returncode == 0 and not RunDir(folder).summary.exists(), done.stderr
+    records = read_records(RunDir(folder).records)
+    stopped = records[-1]["step"]
+    assert stopped in (0, 1) and [r["kind"] for r in records] == ["eval", "step"][: stopped + 1]
+    assert f"stopped by a signal after step {stopped}; start the same command again to go on" in done.stderr
+    found = CheckpointStore(RunDir(folder).checkpoints, 2).newest_complete()
+    assert (found.step if found else 0) == stopped
+    done = start(folder, ONE, f"SIGTERM {EVALUATE}:{1 if stopped else 2}")
+    assert done.returncode == 0, done.stderr
+    assert_same(whole, outcome(folder))
+    starts = [json.loads(line) for line in RunDir(folder).environment.read_text().splitlines()]
+    assert [line["kernels"] for line in starts] == [{"precision.attention": "reference", "precision.backend": "reference"}] * 2
 
 
 def test_two_tensor_parallel_ranks_killed_and_stopped(tmp_path: Path) -> None:

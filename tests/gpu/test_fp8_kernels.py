@@ -93,7 +93,7 @@ def test_rows_are_bit_equal_at_any_m(kernels, nk):
 
 
 @pytest.mark.parametrize("m", [1, 3, 5, 65, 129])
-def test_b8_odd_m_and_poisoned_pad_rows(kernels, m):
+def test_odd_m_and_poisoned_pad_rows(kernels, m):
     x, w = randn(m, 256), randn(256, 256, seed=1)
     qw, _ = kernels.quantize_weight(w, scale_format=ScaleFormat.fp32, with_transpose=False)
     qx = kernels.quantize(x, (1, 128), **E4M3)
@@ -105,7 +105,7 @@ def test_b8_odd_m_and_poisoned_pad_rows(kernels, m):
     assert calc_diff(clean, qx.dequantize().double() @ qw.dequantize().double().t()) < LIMIT
 
 
-def test_b9_empty_batch_and_b1_zero_input(kernels):
+def test_empty_batch_and_zero_input(kernels):
     weight = torch.nn.Parameter(randn(512, 256))
     weight.main_grad = torch.ones(512, 256, device="cuda")
     cache = WeightCache(backend=Backend.deepgemm)
@@ -121,7 +121,7 @@ def test_b9_empty_batch_and_b1_zero_input(kernels):
             assert torch.isfinite(x.grad).all()
 
 
-def test_b7_dgrad_follows_the_optimizer_step(kernels):
+def test_dgrad_follows_the_optimizer_step(kernels):
     weight = torch.nn.Parameter(torch.cat([randn(128, 256), 9 * randn(128, 256, seed=1)]))
     cache = WeightCache(backend=Backend.deepgemm)
     cache.register("w", weight)
@@ -137,7 +137,7 @@ def test_b7_dgrad_follows_the_optimizer_step(kernels):
             weight.mul_(-0.5)
 
 
-def test_b10_offsets_above_31_bits(kernels):
+def test_offsets_above_31_bits(kernels):
     rows, cols = 74_900, 28_672
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     row_wise, transposed = kernels.quantize_dual(x, **E4M3)

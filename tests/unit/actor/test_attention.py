@@ -1,4 +1,7 @@
-"""The core attention of a packed batch by the GPU's kernel and by segments: equal where tokens are, and nothing comes out of padding."""
+"""The core attention of a packed batch, by segments and through a stand-in for torch's kernel that attends in the padding too.
+
+Each is compared with the other where tokens are; nothing comes out of padding. The kernels themselves run on a GPU (tests/gpu).
+"""
 
 from types import SimpleNamespace
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl_megatron.actor.attention import CoreAttention
+from jetrl_megatron.actor.attention import CoreAttention, _CausalAttention
 from jetrl_megatron.actor.packed import packed_context
 from jetrl_megatron.config import AttentionKernel
 
@@ -18,7 +21,7 @@ LENGTHS = [5, 4]
 def varlen_attn(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, bounds_k: Tensor, longest: int, longest_k: int, **options: object
 ) -> Tensor:
-    """What torch's kernel computes: every segment of the bounds, the padding's too, attends causally to itself."""
+    """The stand-in: every segment of the bounds, the padding's too, attends causally to itself."""
     assert options["window_size"] == (-1, 0) and torch.equal(bounds, bounds_k) and longest == longest_k
     out = torch.empty_like(q)
     for a, b in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -45,8 +48,14 @@ def test_padding_rows_are_zero_and_pass_no_gradient(attention: CoreAttention, le
     out = attention(q, k, v, None, packed_seq_params=context).view(TOTAL, HEADS, DIM)
     real = sum(lengths)
     assert torch.equal(out[real:], torch.zeros(TOTAL - real, HEADS, DIM, dtype=torch.float64))
-    expected = varlen_attn(q, k, v, context.cu_seqlens, context.cu_seqlens, TOTAL, TOTAL, scale=DIM**-0.5, window_size=(-1, 0))
-    assert torch.allclose(out[:real], expected[:real], rtol=0, atol=1e-14)  # float64 sums of 12 terms below 2
+    if attention.kernel is AttentionKernel.reference:
+        bounds = context.cu_seqlens
+        expected = varlen_attn(q, k, v, bounds, bounds, TOTAL, TOTAL, scale=DIM**-0.5, window_size=(-1, 0))[:real]
+    else:
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        expected = torch.cat([q[:0], *(_CausalAttention.apply(q[r], k[r], v[r], DIM**-0.5) for r in rows)])
+    assert torch.allclose(out[:real], expected, rtol=0, atol=1e-14)  # float64 sums of 12 terms below 2
     out.sum().backward()
     for x in inputs:
         assert x.grad is None or torch.equal(x.grad[real:], torch.zeros_like(x[real:]))

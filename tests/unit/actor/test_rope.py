@@ -91,3 +91,14 @@ def test_the_gpu_kernel_gives_the_same_bytes(heads):
         moved = [t.to(device) for t in (fused, *table._table(301), positions)]
         got = rotate(moved[0][:, 1 : heads + 1], *moved[1:], inverse=inverse)
         assert torch.equal(got.cpu(), _rotated(x, *table._table(301), positions, inverse=inverse))
+
+
+def test_no_tokens_launch_nothing(monkeypatch):
+    pytest.importorskip("triton")
+    from jetrl_megatron.actor import triton_rope
+
+    monkeypatch.setattr(triton_rope, "_rope_kernel", {})  # whatever is launched on is no key
+    x, table, none = torch.empty(0, 2, 64).bfloat16(), torch.ones(4, 32).bfloat16(), torch.empty(0, dtype=torch.int64)
+    assert triton_rope.rotate(x, table, table, none, inverse=False).shape == (0, 2, 64)
+    with pytest.raises(KeyError):
+        triton_rope.rotate(torch.ones(1, 2, 64).bfloat16(), table, table, none.new_zeros(1), inverse=False)

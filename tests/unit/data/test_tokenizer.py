@@ -79,6 +79,28 @@ def test_a_tokenizer_of_another_shape_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("tokenizer.json", "model", 1), ("tokenizer.json", "added_tokens", 3), ("tokenizer_config.json", "tokenizer_class", 7)],
+)
+def test_a_tokenizer_with_a_value_of_another_type_is_named(tmp_path: Path, name: str, key: str, value: int) -> None:
+    build_char_tokenizer(tmp_path, ALPHABET)
+    (tmp_path / name).write_text(json.dumps(json.loads((tmp_path / name).read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no tokenizer that can be loaded"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of threads"), ImportError("no sentencepiece"), MemoryError()])
+def test_a_failure_that_is_not_the_files_stays_what_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(path: str) -> None:
+        raise error
+
+    monkeypatch.setattr("jetrl_megatron.data.tokenizer.AutoTokenizer.from_pretrained", fail)
+    with pytest.raises(type(error)) as caught:
+        load_tokenizer(folder)
+    assert caught.value is error
+
+
 def test_a_tokenizer_is_replaced_whole(folder: Path, tmp_path: Path) -> None:
     """Nothing of the old one is left that the library would read beside the new one, and other files stay."""
     build_char_tokenizer(tmp_path, "xyz")

@@ -64,7 +64,7 @@ def test_wgrad_accumulates_in_place_and_zero_padded_tokens_change_nothing():
         wgrad(dy_t, x_t, out.bfloat16())
 
 
-def test_b9_empty_batch():
+def test_empty_batch():
     x, w, dy = operands(t=0)
     (qx, x_t), (qdy, dy_t) = quantize_dual(x), quantize_dual(dy)
     qw = quantize(w, (128, 128))
@@ -73,7 +73,7 @@ def test_b9_empty_batch():
     assert matmul_bf16_reference(x, w).shape == (0, 384)
 
 
-def test_b7_an_operand_in_the_other_orientation_is_refused():
+def test_an_operand_in_the_other_orientation_is_refused():
     x, w, _ = operands()
     qx, qw = quantize(x, (1, 128)), quantize(w, (128, 128))
     with pytest.raises(ValueError, match="orientation"):

@@ -154,7 +154,7 @@ def test_bf16_linear_matches_float64_and_gives_fp32_logits():
 
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("saved", list(SavedActivation))
-def test_b9_zero_tokens_give_empty_output_and_zero_gradient(saved, main_grad):
+def test_zero_tokens_give_empty_output_and_zero_gradient(saved, main_grad):
     x, weight, dy, cached, _ = layer(t=0)
     if main_grad:
         weight.main_grad = torch.ones(N, K)
@@ -164,7 +164,7 @@ def test_b9_zero_tokens_give_empty_output_and_zero_gradient(saved, main_grad):
     assert torch.equal(weight.main_grad, torch.ones(N, K)) if main_grad else torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_b1_zero_input_gives_zero_output_and_zero_weight_gradient():
+def test_zero_input_gives_zero_output_and_zero_weight_gradient():
     x, weight, dy, cached, _ = layer()
     zero = torch.zeros_like(x).requires_grad_()
     y = fp8_linear(zero, weight, cached, GemmPrecision(), REFERENCE)

@@ -45,7 +45,7 @@ def test_partial_block_equals_zero_padding_and_strides_do_not_matter():
     assert quantize(x.t(), (1, 128)).same_bytes(quantize(x.t().contiguous(), (1, 128)))
 
 
-def test_b1_zero_blocks_have_zero_codes_and_positive_scales():
+def test_zero_blocks_have_zero_codes_and_positive_scales():
     x = torch.zeros(256, 256)
     x[0, 0] = 1.0
     for block in BLOCKS:
@@ -77,7 +77,7 @@ def test_huge_and_tiny_values():
     assert torch.equal(q.data.float(), (tiny.float() / q.scale).to(E4M3).float()) and q.data.float().max() == 4.5
 
 
-def test_b4_power_of_two_scale_is_rounded_up_before_dividing():
+def test_power_of_two_scale_is_rounded_up_before_dividing():
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = quantize(x, (128, 128), scale_format=ScaleFormat.ue8m0)
     exact = quantize(x, (128, 128)).scale
@@ -89,7 +89,7 @@ def test_b4_power_of_two_scale_is_rounded_up_before_dividing():
 
 
 @pytest.mark.parametrize("scale_format, codes, scales", [(ScaleFormat.fp32, 0, 0), (ScaleFormat.ue8m0, 16384, 1)])
-def test_b5_requantising_changes_this_many_codes_and_scales(scale_format, codes, scales):
+def test_requantising_changes_this_many_codes_and_scales(scale_format, codes, scales):
     x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     once = quantize(x, (128, 128), scale_format=scale_format)
     twice = quantize(once.dequantize(), (128, 128), scale_format=scale_format)
@@ -110,7 +110,7 @@ def test_dual_is_both_quantisations_of_the_same_values_padded_with_zero_codes():
     assert transposed.data.is_contiguous()
 
 
-def test_b7_transpose_moves_bytes_and_grid_and_declares_its_orientation():
+def test_transpose_moves_bytes_and_grid_and_declares_its_orientation():
     x = torch.cat([torch.randn(125, 256), 10 * torch.randn(125, 256)]).bfloat16()
     q = quantize(x, (128, 128))
     t = q.transpose()
@@ -122,7 +122,7 @@ def test_b7_transpose_moves_bytes_and_grid_and_declares_its_orientation():
     assert quantize(x, (1, 128)).transpose().block == (128, 1)
 
 
-def test_b6_bad_scales_and_inputs_are_refused():
+def test_bad_scales_and_inputs_are_refused():
     q = quantize(torch.randn(100, 100), (128, 128))
     assert q.scale.shape == (1, 1)
     with pytest.raises(ValueError, match="must be float32"):

@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from jetrl_megatron.config import ScaleFormat  # noqa: E402
-from jetrl_megatron.fp8 import BlockScaled, triton_quantize  # noqa: E402
+from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_quantize  # noqa: E402
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual, quantize_weight  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +56,7 @@ def test_fp32_input_and_strided_input():
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 128)])
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))
-def test_b7_weight_and_its_byte_transpose_in_one_read(shape, scale_format):
+def test_weight_and_its_byte_transpose_in_one_read(shape, scale_format):
     w = torch.cat([matrix(shape), 50 * matrix(shape)], dim=1)
     expected = quantize_weight(w, scale_format=scale_format)
     got = triton_quantize.quantize_weight(w.to(DEVICE), scale_format=scale_format)
@@ -78,7 +78,7 @@ def test_requantise_equals_dequantise_then_quantise():
     assert got.same_bytes(quantize_dual(on_cpu(row_wise).dequantize())[1])
 
 
-def test_b8_scales_are_column_major_with_a_leading_stride_of_a_multiple_of_4_and_zero_rounding():
+def test_scales_are_column_major_with_a_leading_stride_of_a_multiple_of_4_and_zero_rounding():
     for rows in (1, 3, 5, 65, 129):
         scale = triton_quantize.quantize(matrix((rows, 256)).to(DEVICE), (1, 128)).scale
         leading = (rows + 3) // 4 * 4
@@ -87,12 +87,41 @@ def test_b8_scales_are_column_major_with_a_leading_stride_of_a_multiple_of_4_and
         assert torch.equal(whole[rows:].cpu(), torch.zeros(leading - rows, 2))
 
 
-def test_b9_empty_input_launches_nothing():
-    for shape in ((0, 256), (5, 0)):
-        x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-        row_wise, transposed = triton_quantize.quantize_dual(x)
-        assert row_wise.shape == shape and transposed.shape == (shape[1], (shape[0] + 127) // 128 * 128)
-        assert triton_quantize.quantize(x, (128, 128)).shape == shape
+@pytest.fixture
+def no_launch(monkeypatch):
+    """A launch fails the test: a GPU refuses an empty grid, Triton's interpreter takes it silently."""
+
+    class Refusing:
+        def __getitem__(self, grid):
+            raise AssertionError(f"a kernel was launched on the grid {grid}")
+
+    for name in ("row_kernel", "tile_kernel", "transpose_kernel"):
+        monkeypatch.setattr(triton_quantize, name, Refusing())
+    monkeypatch.setattr(triton_fused, "rstd_kernel", Refusing())
+    monkeypatch.setattr(triton_accumulate, "_accumulate_kernel", Refusing())
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize("shape", [(0, 256), (5, 0)])
+def test_empty_input_launches_nothing(shape):
+    x = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+    padded = (shape[1], (shape[0] + 127) // 128 * 128)
+    for t_block in ((1, 128), (128, 128)):
+        row_wise, transposed = triton_quantize.quantize_dual(x, t_block=t_block)
+        assert row_wise.shape == shape and transposed.shape == padded
+        assert triton_quantize.requantize_transposed(row_wise, t_block=t_block).shape == padded
+    for block in ((1, 128), (128, 128)):
+        assert triton_quantize.quantize(x, block).shape == shape
+    weight, weight_t = triton_quantize.quantize_weight(x)
+    assert weight.shape == shape and weight_t.shape == shape[::-1]
+    row_wise, transposed, rstd = triton_fused.rms_norm_quantize(x, x.new_ones(shape[1]), 1e-6)
+    assert row_wise.shape == shape and transposed.shape == padded and rstd.shape == (shape[0], 1)
+    row_wise, transposed = triton_fused.swiglu_quantize(torch.cat((x, x), 1))
+    assert row_wise.shape == shape and transposed.shape == padded
+    sums = x.float()
+    assert triton_accumulate.accumulate(sums, x) is sums
+    with pytest.raises(AssertionError, match="was launched"):
+        triton_quantize.quantize(matrix((1, 128)).to(DEVICE), (1, 128))
 
 
 def test_another_block_is_refused():

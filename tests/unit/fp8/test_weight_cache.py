@@ -27,7 +27,7 @@ def test_bytes_are_the_quantised_parameter_and_its_byte_transpose(scale_format):
     assert cached.w_t.same_bytes(cached.w.transpose())
 
 
-def test_b7_both_copies_follow_an_update_at_the_same_address():
+def test_both_copies_follow_an_update_at_the_same_address():
     cache, weight = make()
     cache.refresh()
     cached = cache.get("layer.weight")

@@ -10,7 +10,7 @@ from jetrl_megatron.config import EvalConfig, ParallelConfig, Recipe, RolloutCon
 from jetrl_megatron.contracts import Prompt
 from jetrl_megatron.data.prompts import PromptSet
 from jetrl_megatron.loop.checks import check_checkpoints_are_there, check_lengths, check_number_of_prompts, check_prompts, check_stop_ids
-from jetrl_megatron.loop.learn import refuse_non_finite
+from jetrl_megatron.loop.learn import refuse_broken_step
 from jetrl_megatron.run.run_dir import RunDir
 from tests.tiny_models import tiny_config
 
@@ -68,6 +68,6 @@ def test_records_without_checkpoints_are_not_started_over(tmp_path: Path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_refused_by_name(value):
-    refuse_non_finite({"loss": 1.0, "count": 3})
+    refuse_broken_step({"loss": 1.0, "count": 3})
     with pytest.raises(RuntimeError, match="grad_norm"):
-        refuse_non_finite({"loss": 1.0, "grad_norm": value})
+        refuse_broken_step({"loss": 1.0, "grad_norm": value})

@@ -1,5 +1,6 @@
 """Which groups a step learns from: dynamic sampling, the order of pairs, the seeds of draws; and what an evaluation counts."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,51 @@ def test_failures_of_the_reward_function_are_counted_from_a_mark_over_replicas(m
     session.rewards.counters.failures += 2
     assert collecting.reward_failures(session, before) == 12
     assert collecting.own_failures(SimpleNamespace(rewards=None)) == 0
+
+
+class MergingTokenizer:
+    """Ids 3 and 4 are the two halves of a word that has an id of its own: what it encodes is never what an engine may draw."""
+
+    def __init__(self):
+        self.words, self.encoded = {2: "", 3: "ab", 4: "cd", 7: "abcd", 8: "!"}, 0
+
+    def batch_decode(self, sequences, skip_special_tokens):
+        assert skip_special_tokens
+        return ["".join(self.words[i] for i in ids) for ids in sequences]
+
+    def encode(self, text):
+        self.encoded += 1
+        return [7 if part == "abcd" else 8 for part in re.findall("abcd|!", text)]
+
+
+def test_tokens_that_encode_to_others_stay_those_that_were_drawn(monkeypatch):
+    """Text is for the reward alone: ids of the text that was drawn would belong to other log-probs, at another length."""
+    tokenizer, engine_gave, scored = MergingTokenizer(), [], []
+    assert tokenizer.encode("".join(tokenizer.batch_decode([[3, 4, 8]], True))) == [7, 8]
+
+    def generate(requests, params, seed):
+        drawn = {0: ((3, 4, 8, 2), (-0.5, -1.0, -1.5, -2.0)), 1: ((7, 2), (-0.25, -0.75))}
+        for r in requests:
+            ids, logprobs = drawn[r.sample_index]
+            kept = {"prompt_id": r.prompt.id, "sample_index": r.sample_index, "versions": (6,) * len(ids), "finish_reason": "stop"}
+            engine_gave.append(Completion(token_ids=ids, logprobs=logprobs, **kept))
+        return list(engine_gave)
+
+    def score(texts, answers):
+        scored.extend(texts)
+        return [float(len(text)) for text in texts]
+
+    session = session_of(dynamic=False)
+    session.ranks, session.tokenizer = SimpleNamespace(dp=1, dp_rank=0), tokenizer
+    session.engine = SimpleNamespace(generate=generate)
+    session.rewards = SimpleNamespace(score=score, counters=SimpleNamespace(failures=0))
+    monkeypatch.setattr(collecting, "from_leader", lambda value: value)
+    monkeypatch.setattr(collecting, "gather_replicas", lambda value: [value])
+    encoded = tokenizer.encoded
+    pairs = collecting.draw_and_score(session, PROMPTS[:2], 2, session.sampling(), seed=3)
+    assert [c for c, _ in pairs] == engine_gave and len(engine_gave) == 4
+    assert scored == ["abcd!", "abcd"] * 2 and [r for _, r in pairs] == [5.0, 4.0] * 2
+    assert tokenizer.encoded == encoded, "a completion's text is never turned into ids"
 
 
 def test_an_evaluation_counts_first_any_and_mean(draws):

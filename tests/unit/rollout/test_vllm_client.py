@@ -63,6 +63,22 @@ def test_every_sampling_field_is_set_so_that_no_model_directory_can_fill_it_in()
     assert {k: body[k] for k in neutral} == neutral
 
 
+@pytest.mark.parametrize("given", [{"success": False}, {}, {"success": "true"}])
+def test_a_prefix_cache_that_was_not_reset_is_no_success(monkeypatch, given):
+    client, asked_for = EngineClient(url="http://h:1", key=KEY, fields={}), []
+
+    def call(self, verb, path, body, timeout_s):
+        asked_for.append((verb, path))
+        return given
+
+    monkeypatch.setattr(EngineClient, "_call", call)
+    with pytest.raises(ServerGone, match="prefix cache was not reset"):
+        client.reset_prefix_cache()
+    given["success"] = True
+    client.reset_prefix_cache()
+    assert asked_for == [("POST", "/reset_prefix_cache")] * 2
+
+
 def test_request_seeds_depend_on_seed_prompt_and_sample_only():
     seeds = {request_seed(s, p, j) for s in (0, 1) for p in ("a", "b") for j in (0, 1)}
     assert len(seeds) == 8 and all(0 <= s < 2**63 for s in seeds)
@@ -71,13 +87,22 @@ def test_request_seeds_depend_on_seed_prompt_and_sample_only():
 
 def test_the_key_is_in_the_environment_and_nowhere_else():
     command = server_command(SPEC, Path("model"), 1234, with_weights=True)
-    environment = server_environment(SPEC, KEY, "4,5", {"PATH": "p", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_X": "y"})
+    environment = server_environment(SPEC, KEY, "4,5", {"PATH": "p"})
     assert KEY not in " ".join(command)
     assert [k for k, v in environment.items() if v == KEY] == [KEY_VARIABLE]
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5" and environment["PATH"] == "p"
-    assert not {"RANK", "MASTER_PORT", "TORCHELASTIC_X"} & environment.keys()
     assert KEY not in repr(EngineClient(url="http://h:1", key=KEY, fields={}))
     assert len({new_key() for _ in range(5)}) == 5 and len(new_key()) >= 40
+
+
+def test_nothing_of_the_runs_launcher_reaches_a_server():
+    """A server that finds a rank, an address to meet at or a batch job's variables takes itself for a part of the run."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JETRL_LAUNCHER_PID")
+    launchers += ("TORCHELASTIC_X", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_CPU_BIND", "SLURM_PROCID", "SBATCH_EXPORT")
+    others = {"PATH": "p", "NCCL_DEBUG": "INFO", "SLURMISH": "kept"}
+    bare = server_environment(SPEC, KEY, "", others)
+    assert others.items() <= bare.items()
+    assert server_environment(SPEC, KEY, "", others | dict.fromkeys(launchers, "1")) == bare
 
 
 def test_a_server_binds_to_loopback_behind_the_door_with_the_log_probs_of_its_own_distribution():

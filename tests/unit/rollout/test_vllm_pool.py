@@ -28,7 +28,7 @@ class FakeClient:
     """A server's other end; `holds` is what it computes with."""
 
     def __init__(self, holds):
-        self.holds, self.alive, self.paused, self.events = holds, True, False, []
+        self.holds, self.alive, self.paused, self.events, self.keeps_prefixes = holds, True, False, [], False
 
     def _need_life(self, event):
         self.events.append(event)
@@ -48,6 +48,8 @@ class FakeClient:
 
     def reset_prefix_cache(self):
         self._need_life("reset")
+        if self.keeps_prefixes:
+            raise ServerGone("the prefix cache was not reset")
 
     def rpc(self, method, kwargs, timeout_s):
         self._need_life(method)
@@ -131,6 +133,29 @@ def test_a_server_that_dies_in_a_push_starts_anew_on_what_is_pushed(pool):
     pool.update(published(1), kill_one)
     assert pool.version == 1 and pool.ready() == [0, 1] and pool.counts.restarts == 1
     assert pool.servers[0].starts == ["v0", "v1"] and pool.servers[0].client.holds == "weights 1"
+
+
+def test_a_server_that_keeps_its_prefixes_does_not_serve_and_starts_anew(pool):
+    """Prefixes computed with the old weights would be read with the new ones."""
+    pool.update(published(0), load)
+    old = pool.servers[0].client
+    old.keeps_prefixes = True
+    pool.update(published(1), load)
+    assert old.events[-1] == "reset" and old.paused, "it was never let go"
+    assert pool.servers[0].client is not old and pool.servers[0].starts == ["v0", "v1"]
+    assert pool.version == 1 and pool.ready() == [0, 1] and pool.counts.restarts == 1
+
+
+def test_prefixes_that_no_restart_gets_rid_of_cost_the_server(pool, monkeypatch):
+    pool.update(published(0), load)
+
+    def refuse(client):
+        raise ServerGone("the prefix cache was not reset")
+
+    monkeypatch.setattr(FakeClient, "reset_prefix_cache", refuse)
+    with pytest.raises(RuntimeError, match=r"no engine server is left: server 0: .*not reset"):
+        pool.update(published(1), load)
+    assert pool.version == 0
 
 
 def test_a_server_that_dies_between_pushes_is_out_until_it_is_verified_on_the_current_weights(pool):

@@ -33,7 +33,23 @@ def test_a_signal_during_the_imports_is_a_clean_stop(tmp_path, number, module):
     assert not (tmp_path / "run").exists()
 
 
-def test_other_commands_keep_their_handlers():
-    code = "import signal; from jetrl_megatron import cli; old = signal.getsignal(signal.SIGTERM); cli.main(['train', 'no.yaml']); "
-    done = subprocess.run([sys.executable, "-c", code + "assert signal.getsignal(signal.SIGTERM) is old"], capture_output=True, text=True)
-    assert done.returncode == 0 and "recipe no.yaml does not exist" in done.stderr, done.stderr
+def run_counting_handlers(words: list[str]) -> tuple[list[str], str]:
+    """(the signals that a command set a handler of, in turn; what it said), after a check that the first handlers are back."""
+    code = (
+        "import signal, sys; from jetrl_megatron import cli; old, put = signal.getsignal(signal.SIGTERM), signal.signal; "
+        "signal.signal = lambda number, handler: print(signal.Signals(number).name) or put(number, handler); "
+        "code = cli.main(sys.argv[1:]); assert code == 2 and signal.getsignal(signal.SIGTERM) is old, code"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_the_handlers_come_back_when_the_checks_of_a_run_end():
+    put, said = run_counting_handlers(["train", "no.yaml"])
+    assert sorted(put) == ["SIGINT", "SIGINT", "SIGTERM", "SIGTERM"] and "recipe no.yaml does not exist" in said
+
+
+def test_another_command_keeps_its_handlers_throughout():
+    put, said = run_counting_handlers(["eval", "nowhere", "--data", "gsm8k"])
+    assert put == [] and "nowhere" in said

@@ -123,6 +123,26 @@ def test_workers_meet_at_the_launchers_store(tmp_path, monkeypatch):
     assert [(tmp_path / str(r)).read_text() for r in range(2)] == ["3", "3"]
 
 
+def test_a_place_to_meet_that_was_inherited_is_not_the_runs(tmp_path, monkeypatch):
+    """A shell that exports one run's address must not send the next run's workers there."""
+    stale = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False", "LOCAL_WORLD_SIZE": "8"}
+    stale |= {"WORLD_SIZE": "8", "LOCAL_RANK": "5", "TORCHELASTIC_RESTART_COUNT": "3"}
+    for name, value in stale.items():
+        monkeypatch.setenv(name, value)
+    stores, meet = [], local_launch._rendezvous
+
+    def kept(num_processes):
+        stores.append(meet(num_processes))
+        return stores[-1]
+
+    monkeypatch.setattr(local_launch, "_rendezvous", kept)
+    monkeypatch.chdir(tmp_path)
+    assert launch(python(f"open(str(rank), 'w').write(' '.join(os.environ[n] for n in {sorted(stale)}))"), 2, grace_s=1.0) == 0
+    (store, _) = stores[0]
+    # Sorted: LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RESTART_COUNT, ..._USE_AGENT_STORE, WORLD_SIZE.
+    assert [(tmp_path / str(r)).read_text() for r in range(2)] == [f"{r} 2 127.0.0.1 {store.port} 0 True 2" for r in range(2)]
+
+
 def test_who_gave_the_rank():
     assert under_launcher({"RANK": "0", "WORLD_SIZE": "2"})
     assert not under_launcher({"RANK": "0"})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.config import Arm, Decay, Recipe, RunConfig
+from jetrl_megatron.config import Arm, AttentionKernel, Decay, Recipe, RunConfig
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.environment import chosen_variables, describe_environment
 from jetrl_megatron.run.run_dir import claim_data, differing_keys, open_run_dir
@@ -61,6 +61,60 @@ def test_a_start_that_failed_its_checks_does_not_claim_the_directory(recipe):
     again = open_run_dir(mended, [])
     assert load_recipe(again.recipe) == mended
     assert not first.initial_model.exists(), "it was made from the other recipe"
+
+
+FLASH2 = {"precision.attention": "flash2", "precision.backend": "deepgemm"}
+FLASH3 = FLASH2 | {"precision.attention": "flash3"}
+
+
+def attention_of(recipe, kernel):
+    return replace(recipe, precision=replace(recipe.precision, attention=AttentionKernel(kernel)))
+
+
+def kernels_of_lines(run_dir):
+    return [json.loads(line).get("kernels") for line in run_dir.environment.read_text().splitlines()]
+
+
+def test_other_kernels_than_the_records_were_computed_with_are_refused(recipe):
+    """vLLM was installed under a run: `auto` would choose another kernel, in the middle of a curve."""
+    first = open_run_dir(recipe, [], kernels=FLASH3)
+    first.lock.close()
+    first = open_run_dir(recipe, [], kernels=FLASH2)  # nothing was computed yet: only this start counts
+    first.lock.close()
+    first.records.write_text('{"kind": "step", "step": 1}\n')
+    message = (
+        rf"run.dir {first.path} was computed with other kernels: precision.attention ran flash2 and would now run flash3. "
+        rf"Go on with precision.attention=flash2 run.dir={first.path} where that can run, or start anew with another run.dir"
+    )
+    for wanted in (recipe, attention_of(recipe, "flash3")):
+        with pytest.raises(ValueError, match=message):
+            open_run_dir(wanted, [], kernels=FLASH3)
+    assert kernels_of_lines(first) == [FLASH3, FLASH2], "a start that is refused leaves no line"
+    for wanted in (attention_of(recipe, "flash2"), recipe):
+        again = open_run_dir(wanted, [], kernels=FLASH2)
+        again.lock.close()
+        assert load_recipe(again.recipe) == wanted
+    assert kernels_of_lines(first) == [FLASH3, FLASH2, FLASH2, FLASH2]
+    with pytest.raises(ValueError, match=r"precision.backend ran deepgemm and would now run reference\. .* precision.backend=deepgemm run"):
+        open_run_dir(recipe, [], kernels=FLASH2 | {"precision.backend": "reference"})
+
+
+def test_starts_that_noted_no_kernels_are_compared_by_their_recipe(recipe):
+    first = open_run_dir(recipe, [])
+    first.lock.close()
+    lines = [{k: v for k, v in json.loads(text).items() if k != "kernels"} for text in first.environment.read_text().splitlines()]
+    first.environment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first.records.write_text('{"kind": "step", "step": 1}\n')
+    with pytest.raises(ValueError, match=r"precision.attention was 'auto' and is now 'flash2'"):
+        open_run_dir(attention_of(recipe, "flash2"), [], kernels=FLASH2)
+    open_run_dir(recipe, [], kernels=FLASH2).lock.close()
+    assert kernels_of_lines(first) == [None, FLASH2]
+    with pytest.raises(ValueError, match="other kernels"):
+        open_run_dir(recipe, [], kernels=FLASH3)
+    with first.environment.open("a") as file:
+        file.write('{"half a li')
+    with pytest.raises(ValueError, match=r"line 3 of .*environment.jsonl is not JSON .*mend or remove that line"):
+        open_run_dir(recipe, [], kernels=FLASH2)
 
 
 def test_a_directory_that_is_no_run_is_refused(recipe):
