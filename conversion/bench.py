@@ -2,9 +2,9 @@
 
 Enters: an empty directory and a size. Leaves: seconds of cp, HF -> Megatron TP4 and Megatron -> HF; of both conversions bytes a second, the
 ratio to cp, and the peak memory of their processes beside the bound 2 * largest tensor + 500 MB. What came back in the last round is
-compared with the source, byte for byte. Each step is a process of its own, so
-that peaks do not mix. Every step reads the checkpoint's bytes once and writes them once, from pages that are in memory, and is timed from
-its start until what it wrote is on the disk: a conversion syncs its files itself, cp is followed by a sync of its copies.
+compared with the source, byte for byte. Each step is a process of its own, so that peaks do not mix. Every step reads the checkpoint's
+bytes once and writes them once, from pages that are in memory, and is timed from its start until what it wrote is on the disk: a conversion
+syncs its files itself, cp is followed by a sync of its copies.
 
     speed = checkpoint bytes / seconds until they are on the disk          ratio = speed of a conversion / speed of cp = cp_s / its_s
 
@@ -46,7 +46,7 @@ def bench(directory: Path, gb: float, rounds: int = 3) -> dict[str, Any]:
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
     if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty; bench writes about {4 * gb:.0f} GB there and removes it, give an empty directory")
+        raise ValueError(f"{directory} is not empty; bench writes about {4 * gb:g} GB there and removes it, give an empty directory")
     directory.mkdir(parents=True, exist_ok=True)
     try:
         return _measure(directory, config, rounds)

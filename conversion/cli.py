@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="print the plan and its bytes, write nothing")
         command.add_argument("--json", action="store_true")
         _add_hf_config(command)
-        command.add_argument("--max-shard-gb", type=float, help="of a Hugging Face or torch_dist target, default 5")
+        command.add_argument("--max-shard-gb", type=float, help="size of a file of a Hugging Face or torch_dist target, default 5")
         if name != "to-hf":
             _add_layout(command)
     verify = commands.add_parser("verify", help="compare two checkpoints of any kinds, or one with its manifest")
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = (
         "HF -> Megatron TP4 -> HF of a random checkpoint against cp of the same files on the same disk, and peak memory. Each step reads "
         "the checkpoint once from memory and writes it once, and is timed until its bytes are on the disk (cp: with a sync of its copies). "
-        "..._speed_over_cp is the median time of cp over the median time of that conversion."
+        "..._speed_over_cp is the median time of cp over the median time of that conversion. What came back is compared with the source."
     )
     bench = commands.add_parser("bench", help="speed against cp, and peak memory", description=text)
     bench.add_argument("directory", type=Path, help="on the disk to measure; empty or missing, and removed at the end")
