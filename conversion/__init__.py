@@ -13,16 +13,27 @@ In the order the data flows:
 - `plan`          the pure planner: two descriptions in, copy operations out, every destination element written once
 - `files`         safetensors as bytes: rectangles read, tensors written at their offset
 - `scales`        block scales in FP32, BF16 or e8m0 read as FP32
-- `quantization_config`  which linears are FP8, in config.json and in the tensors
-- `checkpoint`    a directory opened and checked: Hugging Face or Megatron rank shards
+- `quantization_config`
+                  which linears are FP8, in config.json and in the tensors
+- `inert_pickle`  pickles read as data, so that a foreign file cannot run code
+- `torch_dist_chunk`
+                  one tensor inside a `.distcp` file: where its bytes lie, dtype, shape, checksum
+- `torch_dist_reader`
+                  a `torch_dist` directory of Megatron-core, read by rectangles
+- `checkpoint`    a directory opened and checked: Hugging Face, Megatron rank shards, or `torch_dist`
 - `output`        a directory written beside its place, resumable, then renamed into it; carried files, manifest
 - `cast`          the two explicit changes of precision, FP8 -> BF16 and BF16 -> FP8
 - `assemble`      one target tensor in memory, from rectangles of the source; copies of one weight compared
-- `torch_dist_writer`  `.distcp` files and `.metadata` as Megatron-core loads them
-- `targets`  one class for each kind of checkpoint that can be written
+- `torch_dist_writer`
+                  `.distcp` files and `.metadata` as Megatron-core loads them
+- `targets`       one class for each kind of checkpoint that can be written
 - `execute`       runs a plan with bounded memory, file by file
-- `convert`       one checkpoint to another, and the comparison of two
+- `convert`       one checkpoint to another, whole
+- `verify`        the first difference between two checkpoints of any kinds, or between one and its manifest
 - `actor_io`      what the actor calls: its own shard of a Hugging Face directory in, its own shard out, merge
+- `random_checkpoint`
+                  a Hugging Face directory of random bytes, to measure and test with
+- `bench`         speed and memory of a conversion against `cp`
 - `cli`           `python -m conversion to-megatron | to-hf | reshard | verify | bench`
 
 Only `actor_io`, `cast` and `torch_dist_writer` need torch, none needs Megatron.

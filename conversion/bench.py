@@ -1,16 +1,17 @@
 """Speed and memory of a conversion against `cp` of the same files on the same disk, in one run.
 
-Enters: an empty directory and a size. Leaves: seconds and bytes a second of cp, HF -> Megatron TP4 and Megatron -> HF, the ratio of each to
-cp, and the peak memory of the converting processes beside the bound 2 * largest tensor + 500 MB. Each step is a process of its own, so
-that peaks do not mix. Every step reads the checkpoint's bytes once and writes them once, from pages that are in memory, and is timed from
-its start until what it wrote is on the disk: a conversion syncs its files itself, cp is followed by a sync of its copies.
+Enters: an empty directory and a size. Leaves: seconds of cp, HF -> Megatron TP4 and Megatron -> HF; of both conversions bytes a second, the
+ratio to cp, and the peak memory of their processes beside the bound 2 * largest tensor + 500 MB. What came back in the last round is
+compared with the source, byte for byte. Each step is a process of its own, so that peaks do not mix. Every step reads the checkpoint's
+bytes once and writes them once, from pages that are in memory, and is timed from its start until what it wrote is on the disk: a conversion
+syncs its files itself, cp is followed by a sync of its copies.
 
     speed = checkpoint bytes / seconds until they are on the disk          ratio = speed of a conversion / speed of cp = cp_s / its_s
 
 Rounds alternate cp and both conversions; the medians are compared. `cp_without_sync_s` is the same cp up to its return.
 """
 
-import json
+import filecmp
 import os
 import resource
 import shutil
@@ -24,14 +25,11 @@ from typing import Any
 import numpy as np
 
 from conversion.architecture import ModelArchitecture
-from conversion.assemble import tensor_specs
-from conversion.files import ShardWriter
-from conversion.names import hf_shapes
+from conversion.checkpoint import MANIFEST
+from conversion.random_checkpoint import write_random
 from conversion.shards import hf_tensors
-from conversion.targets import hf_shard_files
 
 _SHARD_BYTES = 10**9
-_PART_BYTES = 2**24
 _CONVERSIONS = {
     "to_megatron_tp4": ["to-megatron", "{d}/hf", "{d}/tp4", "--tp", "4"],
     "to_hf": ["to-hf", "{d}/tp4", "{d}/back", "--max-shard-gb", "1"],
@@ -41,21 +39,25 @@ _CONVERSIONS = {
 def bench(directory: Path, gb: float, rounds: int = 3) -> dict[str, Any]:
     """Measure in `directory`, which must be empty or missing; everything written there is removed. gb: size of the checkpoint in 1e9 bytes.
 
-    Raises ValueError where the directory is not empty or there is no round.
+    Raises ValueError where the directory is not empty, there is no round or the size is too small, RuntimeError where a step fails or
+    what comes back differs from the source.
     """
+    config = _config(gb)
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
     if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty; bench writes about {4 * gb:.0f} GB there and removes it, give an empty directory")
+        raise ValueError(f"{directory} is not empty; bench writes about {4 * gb:g} GB there and removes it, give an empty directory")
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        return _measure(directory, gb, rounds)
+        return _measure(directory, config, rounds)
     finally:
         shutil.rmtree(directory)
 
 
-def _measure(directory: Path, gb: float, rounds: int) -> dict[str, Any]:
-    source, largest = write_random_checkpoint(directory / "hf", gb)
+def _measure(directory: Path, config: dict[str, Any], rounds: int) -> dict[str, Any]:
+    source = directory / "hf"
+    tensors = write_random(source, config, frozenset(), np.random.default_rng(0), _SHARD_BYTES)
+    largest = max(t.num_bytes for t in tensors)
     size = sum(p.stat().st_size for p in source.iterdir())
     seconds: dict[str, list[float]] = {name: [] for name in ("cp", "cp_without_sync", *_CONVERSIONS)}
     peaks = dict.fromkeys(_CONVERSIONS, 0)
@@ -73,6 +75,7 @@ def _measure(directory: Path, gb: float, rounds: int) -> dict[str, Any]:
             spent, peak = _timed(command)
             seconds[name].append(spent)
             peaks[name] = max(peaks[name], peak)
+    _check_back(source, directory / "back")
     result: dict[str, Any] = {"checkpoint_bytes": size, "rounds": rounds, "largest_tensor_bytes": largest}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in medians.items():
@@ -111,39 +114,39 @@ def _peak_bytes(usage: resource.struct_rusage) -> int:
     return usage.ru_maxrss * 1024
 
 
-def write_random_checkpoint(path: Path, gb: float, seed: int = 0) -> tuple[Path, int]:
-    """Write a Llama-shaped BF16 Hugging Face directory of about `gb` * 1e9 random bytes; return it and its largest tensor in bytes."""
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 1,
-        "vocab_size": 32000,
-        "tie_word_embeddings": False,
-    }
-    one = sum(t.num_bytes for t in hf_tensors(ModelArchitecture.from_hf_config(config)))
-    two = sum(t.num_bytes for t in hf_tensors(ModelArchitecture.from_hf_config({**config, "num_hidden_layers": 2})))
-    config["num_hidden_layers"] = max(1, 1 + round((gb * 1e9 - one) / (two - one)))
-    arch = ModelArchitecture.from_hf_config(config)
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = hf_tensors(arch)
-    file_of = hf_shard_files(tensors, _SHARD_BYTES)
-    rng = np.random.default_rng(seed)
-    for name in dict.fromkeys(file_of.values()):
-        members = [t for t in tensors if file_of[t.location, t.name] == name]
-        writer = ShardWriter(path / name, [s for t in members for s in tensor_specs(t)], {"format": "pt"})
-        for tensor in members:
-            # In small parts: a child's peak counts what this process held when it was started.
-            for at in range(0, tensor.num_bytes, _PART_BYTES):
-                writer.write_part(tensor.name, at, np.frombuffer(rng.bytes(min(_PART_BYTES, tensor.num_bytes - at)), np.uint8))
-        writer.close()
-    weight_map = {t.name: file_of[t.location, t.name] for t in tensors}
-    total = sum(t.num_bytes for t in tensors)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    assert set(weight_map) == set(hf_shapes(arch))
-    return path, max(t.num_bytes for t in tensors)
+def _check_back(source: Path, back: Path) -> None:
+    """Raise RuntimeError naming the first file of tensors, or index, in which HF -> Megatron -> HF changed a byte."""
+    one, two = (sorted(p.name for p in path.iterdir() if p.name != MANIFEST) for path in (source, back))
+    if one != two:
+        raise RuntimeError(f"{source} holds {', '.join(one)}, but after HF -> Megatron -> HF there is {', '.join(two)}")
+    for name in one:
+        if not filecmp.cmp(source / name, back / name, shallow=False):
+            raise RuntimeError(f"{source / name} differs after HF -> Megatron -> HF; the conversion is wrong, its speed means nothing")
+
+
+def _config(gb: float) -> dict[str, Any]:
+    """Return a Llama config of about `gb` * 1e9 bytes: as many layers as fit, and below one layer all widths halved until one fits.
+
+    Raises ValueError for a size that is not a number or too small.
+    """
+    for divisor in (1, 2, 4, 8, 16):
+        config = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 4096 // divisor,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128 // divisor,
+            "intermediate_size": 14336 // divisor,
+            "num_hidden_layers": 1,
+            "vocab_size": 32000 // divisor,
+            "tie_word_embeddings": False,
+        }
+        one, two = (_num_bytes({**config, "num_hidden_layers": layers}) for layers in (1, 2))
+        if one <= gb * 1e9 < float("inf"):
+            return {**config, "num_hidden_layers": 1 + round((gb * 1e9 - one) / (two - one))}
+    raise ValueError(f"gb is {gb:g}; it must be a number of at least {one / 1e9:.4f}, the smallest model that is measured")
+
+
+def _num_bytes(config: dict[str, Any]) -> int:
+    return sum(t.num_bytes for t in hf_tensors(ModelArchitecture.from_hf_config(config)))

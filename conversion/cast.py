@@ -1,7 +1,7 @@
 """The two explicit changes of precision: block FP8 to BF16, and BF16 to block FP8. Everything else in this package moves bytes.
 
 Enters: bytes of one tensor as NumPy arrays. Leaves: bytes. Values: BF16(code * scale), and `jetrl_megatron.fp8`'s one quantiser on the
-BF16 values. Requantising dequantised values is not the identity (fault B5), which is why neither happens unless it is asked for.
+BF16 values. Requantising dequantised values is not the identity, which is why neither happens unless it is asked for.
 """
 
 import numpy as np

@@ -147,7 +147,7 @@ def _check_tied_head(head: SafetensorsFile, by_name: dict[str, SafetensorsFile])
 
 
 def _hf_files(path: Path) -> dict[str, SafetensorsFile]:
-    """Return tensor name -> file, after checking that index and shards agree (fault A11)."""
+    """Return tensor name -> file, after checking that index and shards agree."""
     index_path = path / INDEX
     if index_path.is_file():
         try:

@@ -23,6 +23,8 @@ from conversion.execute import Progress
 from conversion.layout import ParallelLayout
 from conversion.verify import check_manifest, first_difference
 
+_ROOM = "; nothing was put at the target: make room and run the same command again, it goes on where it stopped"
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
@@ -44,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--dry-run", action="store_true", help="print the plan and its bytes, write nothing")
         command.add_argument("--json", action="store_true")
         _add_hf_config(command)
-        command.add_argument("--max-shard-gb", type=float, default=5.0, help="of a Hugging Face or torch_dist target")
+        command.add_argument("--max-shard-gb", type=float, help="size of a file of a Hugging Face or torch_dist target, default 5")
         if name != "to-hf":
             _add_layout(command)
     verify = commands.add_parser("verify", help="compare two checkpoints of any kinds, or one with its manifest")
@@ -56,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = (
         "HF -> Megatron TP4 -> HF of a random checkpoint against cp of the same files on the same disk, and peak memory. Each step reads "
         "the checkpoint once from memory and writes it once, and is timed until its bytes are on the disk (cp: with a sync of its copies). "
-        "..._speed_over_cp is the median time of cp over the median time of that conversion."
+        "..._speed_over_cp is the median time of cp over the median time of that conversion. What came back is compared with the source."
     )
     bench = commands.add_parser("bench", help="speed against cp, and peak memory", description=text)
     bench.add_argument("directory", type=Path, help="on the disk to measure; empty or missing, and removed at the end")
@@ -97,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         return _convert(args)
     except (ValueError, OSError) as error:
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        way_out = "; nothing was put at the target: make room and run the same command again, it goes on where it stopped" if full else ""
-        print(f"error: {error}{way_out}", file=sys.stderr)
+        resumes = full and args.command not in ("verify", "bench")
+        print(f"error: {error}{_ROOM if resumes else ''}", file=sys.stderr)
         return 2
 
 
@@ -106,15 +108,18 @@ def _target(args: argparse.Namespace) -> Target:
     cast = args.scale_format if args.cast == "fp8" else args.cast
     bf16_layers = tuple(args.bf16_layer)
     shared: dict[str, Any] = {"cast": cast, "bf16_layers": bf16_layers, "overwrite": args.overwrite}
+    sized: dict[str, Any] = {} if args.max_shard_gb is None else {"max_shard_bytes": int(args.max_shard_gb * 1e9)}
     if args.command == "to-hf":
-        return Target(kind="hf", max_shard_bytes=int(args.max_shard_gb * 1e9), **shared)
+        return Target(kind="hf", **sized, **shared)
     names = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "row_parallel", "vocab_divisible_by")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.format == "torch_dist":
         if given:
             listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ValueError(f"--format torch_dist is loaded at any layout and has none of its own; leave {listed} out")
-        return Target(kind="torch_dist", max_shard_bytes=int(args.max_shard_gb * 1e9), **shared)
+        return Target(kind="torch_dist", **sized, **shared)
+    if sized:
+        raise ValueError(f"--format ranks writes one file for each model chunk of a rank; leave --max-shard-gb {args.max_shard_gb:g} out")
     if "tp" not in given:
         raise ValueError(f"{args.command} --format ranks needs --tp, the tensor-parallel degree")
     return Target(kind="megatron", layout=ParallelLayout(**given), **shared)
@@ -174,10 +179,15 @@ def _print_plan(as_json: bool, prepared: Prepared, summary: dict[str, Any]) -> N
 
 def _verify(args: argparse.Namespace) -> int:
     if args.b is None:
+        if args.hf_config is not None:
+            raise ValueError(f"one checkpoint is compared with its manifest, without a config; leave --hf-config {args.hf_config} out")
         checked = check_manifest(args.a)
         _print(args.json, {"equal": True, "tensors_checked": checked})
         return 0
-    a, b = (open_checkpoint(path, args.hf_config if kind_of(path) == "torch_dist" else None) for path in (args.a, args.b))
+    dist = [path for path in (args.a, args.b) if kind_of(path) == "torch_dist"]
+    if args.hf_config is not None and not dist:
+        raise ValueError(f"neither checkpoint is a torch_dist one, each has its own config; leave --hf-config {args.hf_config} out")
+    a, b = (open_checkpoint(path, args.hf_config if path in dist else None) for path in (args.a, args.b))
     try:
         with _bar(sum(t.num_bytes for t in a.tensors), args.json) as progress:
             difference = first_difference(a, b, args.values, progress)

@@ -17,11 +17,12 @@ import numpy as np
 
 from conversion.assemble import assemble, moves_bytes, read_scales, tensor_specs, windows
 from conversion.checkpoint import Checkpoint
-from conversion.files import ShardWriter, TensorSpec, TensorWriter
+from conversion.files import TensorSpec, TensorWriter
 from conversion.layout import BLOCK
 from conversion.output import OutputDirectory
 from conversion.plan import Plan, TargetPlan
 from conversion.scales import scale_format
+from conversion.shards import StoredTensor
 
 _FLUSH_BYTES = 2**27
 WINDOW_BYTES = 2**22
@@ -58,24 +59,26 @@ class _Shard:
         self._writer: TensorWriter | None = None
         self._unsynced = 0
 
-    def write(self, name: str, dtype: str, data: np.ndarray, extra: dict[str, Any]) -> None:
-        """Write one whole tensor."""
+    @property
+    def takes_parts(self) -> bool:
+        """Whether tensors may be streamed."""
+        return self._open().takes_parts
+
+    def write(self, name: str, data: np.ndarray, described: dict[str, Any]) -> None:
+        """Write one whole tensor; described: what the manifest says of it beside its checksum and place."""
         raw = data.view(np.uint8).reshape(data.shape[0], -1)
         place = self._open().write(name, raw)
-        self._note(name, raw.nbytes, {"dtype": dtype, "sha256": hashlib.sha256(raw).hexdigest(), **extra, **place})
+        self._note(name, raw.nbytes, {**described, "sha256": hashlib.sha256(raw).hexdigest(), **place})
 
-    def stream(self, target_plan: TargetPlan, scratch: "_Scratch", extra: dict[str, Any]) -> bool:
-        """Write one tensor, a window at a time while it is in the processor's cache; False where the file takes whole tensors only."""
+    def stream(self, target_plan: TargetPlan, scratch: "_Scratch", described: dict[str, Any]) -> None:
+        """Write one tensor, a window at a time while it is in the processor's cache; needs `takes_parts`."""
         writer, name = self._open(), target_plan.target.name
-        if not isinstance(writer, ShardWriter):
-            return False
         digest, at = hashlib.sha256(), 0
         for window in windows(target_plan, self._run.source, scratch.take, WINDOW_BYTES):
             digest.update(window)
             writer.write_part(name, at, window)
             at += window.nbytes
-        self._note(name, at, {"dtype": "F8_E4M3" if target_plan.target.fp8 else "BF16", "sha256": digest.hexdigest(), **extra})
-        return True
+        self._note(name, at, {**described, "sha256": digest.hexdigest()})
 
     def _open(self) -> TensorWriter:
         with self._lock:
@@ -152,18 +155,27 @@ class _Scratch(local):
 
 def _write_target(target_plan: TargetPlan, shard: _Shard, run: Execution, scratch: _Scratch, progress: Progress | None) -> None:
     target = target_plan.target
-    described: dict[str, Any] = {"shape": list(target.shape)}
-    scales = read_scales(target_plan, run.source) if target.fp8 and moves_bytes(target_plan) else None
-    fp8 = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
-    if not (moves_bytes(target_plan) and shard.stream(target_plan, scratch, {**described, **fp8})):
+    data: np.ndarray | None = None
+    if moves_bytes(target_plan) and shard.takes_parts:
+        scales = read_scales(target_plan, run.source) if target.fp8 else None
+    else:
         data, scales = assemble(target_plan, run.source, run.cast, scratch.take)
-        fp8 = {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)} if scales is not None else {}
-        shard.write(target.name, "F8_E4M3" if target.fp8 else "BF16", data, {**described, **fp8})
+    described: dict[str, Any] = {"dtype": _dtype(target), "shape": list(target.shape)}
     if scales is not None:
-        shard.write(target.scale_name, "F32", scales, {"shape": list(scales.shape)})
+        described |= {"block": [BLOCK, BLOCK], "scale_format": scale_format(scales)}
+    if data is None:
+        shard.stream(target_plan, scratch, described)
+    else:
+        shard.write(target.name, data, described)
+    if scales is not None:
+        shard.write(target.scale_name, scales, {"dtype": "F32", "shape": list(scales.shape)})
     shard.finish_one()
     if progress is not None:
         progress(target.num_bytes)
+
+
+def _dtype(target: StoredTensor) -> str:
+    return tensor_specs(target)[0].dtype
 
 
 def _wait(pool: Executor, futures: list[Future[None]]) -> None:

@@ -22,6 +22,10 @@ _SCATTER_BYTES = 2048
 """From this width on a cut through columns is read row by row; narrower ones read whole rows and cut in memory."""
 
 
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[dtype]
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """What one stored tensor is: its dtype as safetensors names it, and its shape."""
@@ -32,7 +36,7 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         """Bytes of the data."""
-        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+        return _num_bytes(self.dtype, self.shape)
 
     @property
     def row_bytes(self) -> int:
@@ -183,12 +187,24 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data."""
+        return _num_bytes(self.dtype, self.shape)
+
 
 class TensorWriter(Protocol):
     """A file of tensors that is being written, in any order, from any thread."""
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `write_part` may be called: the file has a place for each tensor before its bytes are there."""
+
     def write(self, name: str, data: np.ndarray) -> dict[str, Any]:
         """Write one tensor; data: its bytes as a contiguous uint8 array. Returns what the manifest must know of its place."""
+
+    def write_part(self, name: str, at: int, data: np.ndarray) -> None:
+        """Write bytes of one tensor from position `at` on, where `takes_parts`; the caller writes each byte once."""
 
     def flush(self) -> None:
         """Push what is written so far to the disk."""
@@ -199,6 +215,8 @@ class TensorWriter(Protocol):
 
 class ShardWriter:
     """One safetensors file, its header written first; tensors follow in any order, from any thread."""
+
+    takes_parts = True
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: dict[str, str]) -> None:
         """Create `path` at its final size. Wider dtypes lie first, so that each tensor is aligned to its own item size.
@@ -211,7 +229,7 @@ class ShardWriter:
         sizes: dict[str, tuple[int, int]] = {}
         for spec in ordered:
             assert spec.name not in sizes, f"{spec.name} twice in {path}"
-            size = int(np.prod(spec.shape, dtype=np.int64)) * ITEM_BYTES[spec.dtype]
+            size = spec.num_bytes
             header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [end, end + size]}
             sizes[spec.name] = (end, size)
             end += size

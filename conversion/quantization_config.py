@@ -1,4 +1,4 @@
-"""`quantization_config` of a Hugging Face config.json against the tensors, in both directions (faults A12, B6).
+"""`quantization_config` of a Hugging Face config.json against the tensors, in both directions.
 
 Enters: config, architecture and the tensor names. Leaves: which linears are block FP8, or the config that says so. The invariant:
 modules with a `weight_scale_inv` and modules of the ignore list partition the linears of the model exactly.

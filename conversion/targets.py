@@ -6,7 +6,7 @@ are there. Adding a kind is adding a class to `KINDS` here and an opener in `che
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,7 +14,7 @@ from typing import ClassVar
 from conversion.architecture import ModelArchitecture
 from conversion.assemble import tensor_specs
 from conversion.checkpoint import CARRIED, INDEX
-from conversion.files import ITEM_BYTES, ShardWriter, TensorSpec, TensorWriter
+from conversion.files import ShardWriter, TensorSpec, TensorWriter
 from conversion.layout import ParallelLayout, check_layout_of
 from conversion.output import OutputDirectory
 from conversion.plan import Plan
@@ -86,8 +86,11 @@ class HuggingFace(TargetKind):
 
     def finish(self, output: OutputDirectory, arch: ModelArchitecture, plan: Plan, file_of: Mapping[tuple[str, str], str]) -> None:
         """Write the index of several files."""
-        if len(set(file_of.values())) > 1:
-            output.write_text(INDEX, hf_index(plan, file_of))
+        files: dict[str, list[TensorSpec]] = {}
+        for target in (t.target for t in plan.targets):
+            files.setdefault(file_of[target.location, target.name], []).extend(tensor_specs(target))
+        if len(files) > 1:
+            output.write_text(INDEX, hf_index(files))
 
 
 class MegatronRanks(TargetKind):
@@ -160,16 +163,13 @@ def _deal(tensors: list[StoredTensor], max_bytes: int) -> list[int]:
     return numbers
 
 
-def hf_index(plan: Plan, file_of: Mapping[tuple[str, str], str]) -> str:
-    """Return the index: total_size counts tensor bytes, scales included; weight_map names each tensor's file (fault A11)."""
-    weight_map: dict[str, str] = {}
-    total = 0
-    for target_plan in plan.targets:
-        target = target_plan.target
-        for spec in tensor_specs(target):
-            weight_map[spec.name] = file_of[target.location, target.name]
-            size = ITEM_BYTES[spec.dtype]
-            for axis in spec.shape:
-                size *= axis
-            total += size
+def hf_index(files: Mapping[str, Iterable[TensorSpec]]) -> str:
+    """Return the index of several files: total_size counts tensor bytes, scales included; weight_map names each tensor's file.
+
+    files: file name -> what it holds.
+    """
+    held = [(spec, name) for name, specs in files.items() for spec in specs]
+    weight_map = {spec.name: name for spec, name in held}
+    assert len(weight_map) == len(held), f"{len(held)} tensors have {len(weight_map)} names"
+    total = sum(spec.num_bytes for spec, _ in held)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"

@@ -30,6 +30,20 @@ TORCH_DTYPES = {
     "Bool": "BOOL",
 }
 """Storage class of a pickle -> dtype as safetensors names it."""
+METADATA_DTYPES = {
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.float64": "F64",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.float8_e8m0fnu": "F8_E8M0",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+"""The same by the name of the dtype."""
 _CHECK_BYTES = 2**24
 
 
@@ -67,7 +81,7 @@ class Chunk:
 
         Raises ValueError where the archive is damaged, compressed, or holds another layout of memory than row-major.
         """
-        self._fd, self._path, self._what = fd, path, what
+        self._fd, self.path, self._what = fd, path, what
         try:
             with zipfile.ZipFile(_Span(fd, start, length)) as archive:
                 members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -85,18 +99,18 @@ class Chunk:
             raise ValueError(f"{path}: {what} reaches beyond its item; the file is truncated or damaged")
 
     def _describe(self, pickled: bytes) -> tuple[str, tuple[int, ...]]:
-        tensor = read_pickle(pickled, f"{self._path}: {self._what}")
+        tensor = read_pickle(pickled, f"{self.path}: {self._what}")
         if isinstance(tensor, Inert) and tensor.path == "torch._utils._rebuild_parameter":
             tensor = tensor.args[0]
         if not isinstance(tensor, Inert) or tensor.path != "torch._utils._rebuild_tensor_v2":
-            raise ValueError(f"{self._path}: {self._what} is not a plain tensor; save the model's parameters as dense tensors")
+            raise ValueError(f"{self.path}: {self._what} is not a plain tensor; save the model's parameters as dense tensors")
         (_, storage, _, _, _), first, shape, stride = tensor.args[:4]
         storage_name = storage.path.removeprefix("torch.").removesuffix("Storage")
         wanted = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
         cut = any(have != want for have, want, size in zip(stride, wanted, shape, strict=True) if size > 1)
         if storage_name not in TORCH_DTYPES or first != 0 or cut:
             raise ValueError(
-                f"{self._path}: {self._what} is a {storage_name} tensor of stride {stride} from element {first}; expected row-major "
+                f"{self.path}: {self._what} is a {storage_name} tensor of stride {stride} from element {first}; expected row-major "
                 "memory of a known dtype"
             )
         return TORCH_DTYPES[storage_name], tuple(shape)
@@ -110,14 +124,14 @@ class Chunk:
         """Read bytes from position `at` of the tensor into a contiguous uint8 array; the first call checks the checksum of all of it."""
         if not self._checked:
             self._check()
-        fill(self._fd, self._path, flat, self._offset + at)
+        fill(self._fd, self.path, flat, self._offset + at)
 
     def _check(self) -> None:
         crc, buffer = 0, np.empty(min(_CHECK_BYTES, self.num_bytes), np.uint8)
         for at in range(0, self.num_bytes, _CHECK_BYTES):
             part = buffer[: min(_CHECK_BYTES, self.num_bytes - at)]
-            fill(self._fd, self._path, part, self._offset + at)
+            fill(self._fd, self.path, part, self._offset + at)
             crc = zlib.crc32(part, crc)
         if crc != self._crc:
-            raise ValueError(f"{self._path}: {self._what} is not what was written (crc32 differs); the file is damaged, copy it again")
+            raise ValueError(f"{self.path}: {self._what} is not what was written (crc32 differs); the file is damaged, copy it again")
         self._checked = True

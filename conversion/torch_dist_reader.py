@@ -20,7 +20,7 @@ import numpy as np
 
 from conversion.files import ITEM_BYTES, TensorInfo
 from conversion.inert_pickle import Inert, read_pickle
-from conversion.torch_dist_chunk import Chunk
+from conversion.torch_dist_chunk import METADATA_DTYPES, Chunk
 
 METADATA = ".metadata"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
@@ -84,14 +84,17 @@ class TorchDistReader:
         name, half = next(((key[: -len(end)], at) for end, at in _HALVES if key.endswith(f".weight{end}")), (key, None))
         if half is not None:
             halves[name] = halves.get(name, 0) + 1
+        promised = _dtype_of(state["properties"], key, self.path / METADATA)
         covered = 0
         tiles: dict[str, list[_Tile]] = defaultdict(list)
-        dtypes = set()
         for part in state["chunks"]:
             inside = _state_of(part, "ChunkStorageMetadata", self.path / METADATA)
             first, extent = _ints(inside["offsets"]), _ints(inside["sizes"])
             chunk = self._chunk(key, first, extent, places)
-            dtypes.add(chunk.dtype)
+            if chunk.dtype != promised:
+                raise ValueError(
+                    f"{chunk.path}: {key} at {first} is {chunk.dtype}, {METADATA} says {promised}; they are of different checkpoints"
+                )
             covered += int(np.prod(extent, dtype=np.int64))
             if stacked and extent[0] != 1:
                 raise ValueError(f"{self.path}: {key} holds {extent[0]} layers in one chunk; Megatron-core writes one layer a chunk")
@@ -100,12 +103,14 @@ class TorchDistReader:
             down = half * shape[0] if half else 0
             rows = (where[0] + down, where[0] + down + span[0])
             tiles[here].append(_Tile(chunk, rows, (where[1], where[1] + span[1]) if len(shape) > 1 else (0, 1)))
-        if covered != int(np.prod(size, dtype=np.int64)) or len(dtypes) != 1 or len(tiles) != layers or _any_overlap(tiles):
+        if covered != int(np.prod(size, dtype=np.int64)) or len(tiles) != layers or _any_overlap(tiles):
             raise ValueError(f"{self.path}: the chunks of {key} do not cover its {size} elements exactly once; {METADATA} is damaged")
         for here, mine in tiles.items():
-            if here in self.entries and half is None:
-                raise ValueError(f"{self.path}: {here} is stored twice, by itself and in a stack; one of them is stale")
-            self.entries[here] = TensorInfo(dtypes.pop() if len(tiles) == 1 else next(iter(dtypes)), _whole_shape(shape, half))
+            entry = TensorInfo(promised, _whole_shape(shape, half))
+            if here in self.entries and (half is None or halves[name] == 1):
+                raise ValueError(f"{self.path}: {here} is stored twice, under two keys of {METADATA}; one of them is stale")
+            if self.entries.setdefault(here, entry) != entry:
+                raise ValueError(f"{self.path}: the halves _w and _v of {here} differ: {self.entries[here]} and {entry}; save them again")
             self._tiles[here] += mine
 
     def _chunk(self, key: str, first: tuple[int, ...], extent: tuple[int, ...], places: dict[Any, Any]) -> Chunk:
@@ -188,6 +193,16 @@ def _state_of(value: Any, kind: str, file: Path) -> dict[str, Any]:
     if _name_of(value) != kind or not isinstance(value.state, dict):
         raise ValueError(f"{file}: found {_name_of(value)} where PyTorch's distributed checkpoint has {kind}; this is not its metadata")
     return value.state
+
+
+def _dtype_of(properties: Any, key: str, file: Path) -> str:
+    """Return the dtype that the metadata gives a tensor, as safetensors names it; raises ValueError for one that is not known."""
+    state = properties.state if _name_of(properties) == "TensorProperties" else None
+    recorded = state[0] if isinstance(state, tuple) and state else None
+    name = recorded.path if isinstance(recorded, type) and issubclass(recorded, Inert) else repr(recorded)
+    if name not in METADATA_DTYPES:
+        raise ValueError(f"{file}: {key} has dtype {name}; expected one of {', '.join(METADATA_DTYPES)}")
+    return METADATA_DTYPES[name]
 
 
 def _ints(size: Any) -> tuple[int, ...]:

@@ -66,6 +66,8 @@ class _Sink:
 class TorchDistWriter:
     """One `.distcp` file; tensors are appended in any order, from any thread."""
 
+    takes_parts = False
+
     def __init__(self, path: Path, specs: Iterable[TensorSpec]) -> None:
         """Create `path`. Raises OSError where it cannot be created."""
         self._shapes = {spec.name: spec.shape for spec in specs}
@@ -91,6 +93,10 @@ class TorchDistWriter:
             place = {"offset": self._end, "length": sink.at - self._end}
             self._end = sink.at
         return place
+
+    def write_part(self, name: str, at: int, data: np.ndarray) -> None:
+        """Refuse: `torch.save` writes a whole tensor."""
+        raise AssertionError(f"{self._path}: {name} would be written in parts; takes_parts was not asked")
 
     def flush(self) -> None:
         """Push what is written so far to the disk."""

@@ -5,7 +5,6 @@ or not there (written beside and renamed), which live servers reload from and re
 one before goes when every server has verified its successor.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +15,8 @@ from torch import Tensor
 
 from conversion.assemble import tensor_specs
 from conversion.checkpoint import INDEX
-from conversion.files import SafetensorsFile, ShardWriter
+from conversion.files import SafetensorsFile, ShardWriter, TensorSpec
+from conversion.targets import hf_index
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.published import Published
@@ -87,7 +87,7 @@ class DiskTransport:
         names = sorted(path.name for path in partial.glob("*.safetensors"))
         assert len(names) == self._ranks.pp, (names, self._ranks.pp)
         if len(names) > 1:
-            (partial / INDEX).write_text(json.dumps(_index(partial, names)))
+            (partial / INDEX).write_text(hf_index({name: _held(partial / name) for name in names}))
         if final.exists():  # the same version once more
             shutil.rmtree(final)
         os.replace(partial, final)
@@ -101,16 +101,10 @@ def stage_file(stage: int, num_stages: int) -> str:
     return "model.safetensors" if num_stages == 1 else f"model-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
 
 
-def _index(directory: Path, names: list[str]) -> dict[str, object]:
-    weight_map: dict[str, str] = {}
-    total = 0
-    for name in names:
-        file = SafetensorsFile(directory / name)
-        for tensor, entry in file.entries.items():
-            weight_map[tensor] = name
-            total += entry.num_bytes
-        file.close()
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+def _held(path: Path) -> list[TensorSpec]:
+    file = SafetensorsFile(path)
+    file.close()
+    return [TensorSpec(name, entry.dtype, entry.shape) for name, entry in file.entries.items()]
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

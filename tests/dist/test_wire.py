@@ -1,6 +1,7 @@
 """What the actor sends is the checkpoint, byte for byte, from every layout; a version that fails does not move."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -75,5 +76,9 @@ def test_two_stages_write_one_checkpoint(models, tmp_path):
     assert versions[0] == versions[1]
     files = sorted(p.name for p in (tmp_path / "w" / "v00000000").glob("*.safetensors*"))
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "w" / "v00000000" / files[-1]).read_text())
+    held = {name: (file, tensor) for file in files[:2] for name, tensor in load_file(tmp_path / "w" / "v00000000" / file).items()}
+    assert index["weight_map"] == {name: file for name, (file, _) in held.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in held.values())
     (single,) = run_ranks(push_once, 1, str(models["qwen3"]), str(tmp_path / "x"), 1, 1)
     assert single == versions[0], "the digest of a version does not depend on the actor's layout"

@@ -3,13 +3,13 @@
 For each model and precision a random checkpoint of four layers is written and then resharded through all TP x PP of the matrix, one after
 the other: HF -> TP1 PP1 -> TP1 PP2 -> ... -> TP8 uneven. Every stop is compared with the source element by element, codes and scales, and
 for each TP degree one stop is exported, whose files must equal the source's files byte for byte. `k_complete` and `k_split` alternate. A
-TP degree that numerics.md rules out must be refused instead. BF16 ends in a `torch_dist` checkpoint, which must refuse FP8. The vocabulary
-is cut to 1003 rows, which need padding: all else is as published. Weights are random bytes; scales are positive random numbers.
+TP degree at which a rank would hold part of a head or of a 128 x 128 scale block must be refused instead. BF16 ends in a `torch_dist`
+checkpoint, which must refuse FP8. The vocabulary is cut to 1003 rows, which need padding: all else is as published. Weights are random
+bytes; scales are positive random numbers.
 """
 
 import argparse
 import filecmp
-import json
 import os
 import shutil
 import sys
@@ -22,16 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from conversion.architecture import ModelArchitecture
-from conversion.assemble import tensor_specs
 from conversion.checkpoint import open_checkpoint
 from conversion.convert import Target, convert
-from conversion.files import ShardWriter
 from conversion.layout import ParallelLayout, fp8_modules
-from conversion.quantization_config import quantization_config
-from conversion.shards import hf_tensors
-from conversion.targets import MAX_SHARD_BYTES, hf_shard_files
+from conversion.random_checkpoint import write_random
 from conversion.verify import first_difference
-from tests.unit.conversion.directories import write_config
 from tests.unit.conversion.shapes import published_config
 
 LAYERS, VOCAB = 4, 1003
@@ -48,7 +43,11 @@ LEGAL: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "Llama-3.1-70B": (ALL, ALL),
     "Qwen2.5-72B": (ALL, (1,)),
 }
-"""Model -> TP degrees that are legal in BF16 and in FP8, out of 1, 2, 4, 8; worked out by hand from numerics.md, section 3."""
+"""Model -> TP degrees that are legal in BF16 and in FP8, out of 1, 2, 4, 8; worked out by hand.
+
+TP must divide query and kv heads. In FP8 the rows of q, k, v, gate and up, and both sides of o and down, must be whole blocks of 128 on
+each rank.
+"""
 PIPELINES = {"PP1": {}, "PP2": {"pp": 2}, "PP4": {"pp": 4}, "PP3 uneven 2+1+1": {"pp": 3, "first_stage_layers": 2}}
 
 
@@ -63,39 +62,14 @@ class Cell:
     """`bit-exact`, or `refused: ` and the reason."""
 
 
-def write_source(path: Path, name: str, fp8: bool) -> Path:
-    """Write a Hugging Face directory of random bytes, tensor by tensor."""
-    config = published_config(name, layers=LAYERS, vocab=VOCAB)
-    arch = ModelArchitecture.from_hf_config(config)
-    modules = fp8_modules(arch) if fp8 else frozenset()
-    write_config(path, {**config, "quantization_config": quantization_config(arch, modules)} if fp8 else config)
-    rng = np.random.Generator(np.random.SFC64(0))
-    tensors = hf_tensors(arch, modules)
-    file_of = hf_shard_files(tensors, MAX_SHARD_BYTES)
-    assert len(set(file_of.values())) == 1 or not fp8
-    weight_map = {}
-    for file in dict.fromkeys(file_of.values()):
-        members = [t for t in tensors if file_of[t.location, t.name] == file]
-        writer = ShardWriter(path / file, [spec for t in members for spec in tensor_specs(t)], {"format": "pt"})
-        for stored in members:
-            weight_map[stored.name] = file
-            rows, cols = stored.rows_cols
-            writer.write(stored.name, np.frombuffer(rng.bytes(rows * cols * (1 if stored.fp8 else 2)), np.uint8))
-            if stored.fp8:
-                writer.write(stored.scale_name, (rng.random(stored.scale_shape, np.float32) + 1e-3).view(np.uint8))
-        writer.close()
-    if len(set(weight_map.values())) > 1:
-        total = sum(t.num_bytes for t in tensors)
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    return path
-
-
 def run_model(name: str, fp8: bool, work: Path) -> Iterator[Cell]:
     """Yield the cells of one model and precision; `work` holds up to three copies of it and is empty afterwards.
 
     Raises AssertionError at the first cell that is neither bit-exact nor refused as it must be.
     """
-    source = write_source(work / "source", name, fp8)
+    config, source = published_config(name, layers=LAYERS, vocab=VOCAB), work / "source"
+    modules = fp8_modules(ModelArchitecture.from_hf_config(config)) if fp8 else frozenset()
+    write_random(source, config, modules, np.random.Generator(np.random.SFC64(0)))
     current, legal = source, LEGAL[name][int(fp8)]
     for tp in ALL:
         for number, (pipeline, options) in enumerate(PIPELINES.items()):

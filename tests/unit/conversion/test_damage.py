@@ -1,13 +1,8 @@
-"""Damaged sources, full disks and kills: a clear error or a right result, never a silently wrong directory (A11)."""
+"""Damaged sources, full disks and kills: a clear error or a right result, never a silently wrong directory."""
 
 import errno
 import json
 import os
-import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +15,7 @@ from conversion.convert import Target, convert
 from conversion.files import SafetensorsFile
 from conversion.layout import ParallelLayout
 from tests.unit.conversion.directories import as_bytes, load, write_bf16, write_fp8
+from tests.unit.conversion.killed import check_kills_and_resumption
 from tests.unit.conversion.shapes import published_config
 
 CONFIG = {**published_config("Llama-3.1-8B", layers=2, vocab=203), "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -220,46 +216,12 @@ def test_short_writes_are_continued(source, tmp_path, monkeypatch):
     assert as_bytes(tmp_path / "out") == as_bytes(source)
 
 
-_SLOW = """
-import sys, time, conversion.execute as m
-from conversion.cli import main
-real = m.assemble
-def slow(*args):
-    time.sleep(0.01)
-    return real(*args)
-m.assemble = slow
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_killed_at_random_points_and_resumed(tmp_path):
-    source = write_bf16(tmp_path / "source", CONFIG)
-    target = tmp_path / "m"
-    command = [sys.executable, "-c", _SLOW, "to-megatron", str(source), str(target), "--tp", "2", "--pp", "2", "--workers", "1", "--json"]
-    partial = tmp_path / ".m.partial"
-    for wait_for in (0, 2):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
-            journal = partial / "journal.jsonl"
-            if journal.is_file() and len(journal.read_text().splitlines()) >= 1 + wait_for and list(partial.glob("*.safetensors")):
-                break
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert not target.exists()
-    kept = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.safetensors")}
-    journal = (partial / "journal.jsonl").read_text()
-    done = set(re.findall(r'"file": "([^"]+)"', journal))
-    assert len(done) >= 2
-    assert done <= kept.keys()
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for name in done:
-        assert (target / name).stat().st_mtime_ns == kept[name]  # taken over, not written again
-    convert(target, tmp_path / "out", Target(kind="hf"))
+def test_killed_at_chosen_tensors_and_resumed(source, tmp_path):
+    words = ["to-megatron", str(source), str(tmp_path / "m"), "--tp", "2", "--pp", "2"]
+    target = Target(kind="megatron", layout=ParallelLayout(tp=2, pp=2))
+    check_kills_and_resumption(source, tmp_path / "m", words, target, shares=(0.0, 0.05, 0.5, 0.6, 1.0))
+    convert(tmp_path / "m", tmp_path / "out", Target(kind="hf"))
     assert as_bytes(tmp_path / "out") == as_bytes(source)
-    assert not partial.exists()
 
 
 def test_a_partial_directory_of_other_sources_is_not_resumed(source, tmp_path, monkeypatch):

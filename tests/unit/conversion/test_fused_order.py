@@ -1,4 +1,4 @@
-"""Row orders written out by hand: fused QKV by kv head (A1), its bias (A7), gate above up on each rank (A9), head_dim (A6)."""
+"""Row orders written out by hand: fused QKV by kv head, its bias, gate above up on each rank, explicit head_dim."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which layouts are legal (numerics.md, section 3), and that Megatron-core deals layers out as `stage_layers` says."""
+"""Which layouts are legal (no rank boundary cuts a scale block), and that Megatron-core deals layers out as `stage_layers` says."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The tables: complete in both directions against transformers' own models, and errors that list names (fault A7)."""
+"""The tables: complete in both directions against transformers' own models, and errors that list names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On disk: HF -> Megatron -> HF for three families, any layout, bit for bit (A1, A3, A4, A7, A9, A10)."""
+"""On disk: HF -> Megatron -> HF for three families, any layout, bit for bit."""
 
 import json
 

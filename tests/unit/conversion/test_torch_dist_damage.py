@@ -5,26 +5,24 @@ import json
 import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
-import time
+from itertools import permutations
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from conversion.checkpoint import open_checkpoint
 from conversion.convert import Target, convert
 from conversion.verify import check_manifest
 from tests.unit.conversion.directories import as_bytes, write_bf16
+from tests.unit.conversion.killed import check_kills_and_resumption
 from tests.unit.conversion.shapes import published_config
 
 CONFIG = {**published_config("Qwen2.5-7B", layers=2, vocab=203), "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIG |= {"head_dim": 32, "intermediate_size": 256}
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 NORM = "decoder.final_layernorm.weight"
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +154,19 @@ def stale_copy(metadata):
 
 
 def one_half(metadata):
+    del metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
     metadata.state_dict_metadata["decoder.layers.0.mlp.linear_fc1.weight_w"] = metadata.state_dict_metadata[NORM]
     metadata.storage_data[MetadataIndex("decoder.layers.0.mlp.linear_fc1.weight_w", torch.Size((0,)))] = metadata.storage_data[
         MetadataIndex(NORM, torch.Size((0,)))
     ]
+
+
+def other_dtype(metadata):
+    metadata.state_dict_metadata[NORM].properties.dtype = torch.float32
+
+
+def unknown_dtype(metadata):
+    metadata.state_dict_metadata[NORM].properties.dtype = torch.complex64
 
 
 @pytest.mark.parametrize(
@@ -172,7 +179,9 @@ def one_half(metadata):
         (outside, "outside the directory"),
         (missing, f"1 missing: {NORM}"),
         (spare, r"1 not used: decoder\.extra\.weight"),
-        (stale_copy, r"input_layernorm\.weight is stored twice|do not cover"),
+        (stale_copy, r"input_layernorm\.weight is stored twice"),
+        (other_dtype, rf"{NORM} at \(0,\) is BF16, \.metadata says F32"),
+        (unknown_dtype, rf"{NORM} has dtype torch\.complex64; expected one of torch\.bfloat16"),
         (one_half, "has one of its halves"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -180,6 +189,50 @@ def one_half(metadata):
 def test_metadata_that_contradicts_the_data(dist, tmp_path, change, words):
     edit(dist, change)
     refused(dist, tmp_path, words)
+
+
+def as_halves(dist, w_rows=256, w_dtype=torch.bfloat16):
+    """Add layer 0's fc1 [512, 128] once more, as two tensors `_w` and `_v` in a file of their own."""
+    kind = type(place_of(dist, NORM, (0,)))
+    described = {}
+    for end, rows, dtype in (("_w", w_rows, w_dtype), ("_v", 256, torch.bfloat16)):
+        name = f"halves{end}.distcp"
+        with (dist / name).open("wb") as file:
+            torch.save(torch.zeros(rows, 128, dtype=dtype), file)
+        described[f"{FC1}{end}"] = (name, (dist / name).stat().st_size, rows, dtype)
+
+    def change(metadata):
+        for key, (name, size, rows, dtype) in described.items():
+            sizes, at = torch.Size((rows, 128)), torch.Size((0, 0))
+            chunks = [ChunkStorageMetadata(at, sizes)]
+            metadata.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), sizes, chunks)
+            metadata.storage_data[MetadataIndex(key, at)] = kind(name, 0, size)
+
+    return change
+
+
+def test_a_whole_tensor_beside_its_halves_is_found_in_every_order(dist, tmp_path):
+    edit(dist, as_halves(dist))
+    described = FileSystemReader(dist).read_metadata().state_dict_metadata
+    keys = ["decoder.layers.mlp.linear_fc1.weight", f"{FC1}_w", f"{FC1}_v"]
+    for order in permutations(keys):
+
+        def reorder(metadata, order=order):
+            metadata.state_dict_metadata = {key: described[key] for key in (*order, *(k for k in described if k not in order))}
+
+        edit(dist, reorder)
+        assert [k for k in FileSystemReader(dist).read_metadata().state_dict_metadata if k in keys] == list(order)
+        refused(dist, tmp_path, r"layers\.0\.mlp\.linear_fc1\.weight is stored twice")
+
+
+@pytest.mark.parametrize("options", [{"w_rows": 128}, {"w_dtype": torch.float32}], ids=["rows", "dtype"])
+def test_halves_that_differ(dist, tmp_path, options):
+    def without_the_whole(metadata):
+        as_halves(dist, **options)(metadata)
+        del metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
+
+    edit(dist, without_the_whole)
+    refused(dist, tmp_path, r"the halves _w and _v of decoder\.layers\.0\.mlp\.linear_fc1\.weight differ")
 
 
 def test_optimizer_state_and_objects_beside_the_model_are_passed_over(whole, dist, tmp_path):
@@ -203,7 +256,12 @@ def test_another_dtype_and_another_config(dist, tmp_path):
     with (dist / "wide.distcp").open("wb") as file:
         torch.save(torch.ones(128), file)
     size = (dist / "wide.distcp").stat().st_size
-    edit(dist, lambda m: m.storage_data.update({MetadataIndex(NORM, torch.Size((0,))): type(place)("wide.distcp", 0, size)}))
+
+    def wide(metadata):
+        metadata.storage_data[MetadataIndex(NORM, torch.Size((0,)))] = type(place)("wide.distcp", 0, size)
+        metadata.state_dict_metadata[NORM].properties.dtype = torch.float32
+
+    edit(dist, wide)
     refused(dist, tmp_path, rf"{NORM} is F32; expected BF16")
 
 
@@ -227,38 +285,9 @@ def test_a_full_disk_leaves_nothing_and_the_next_run_finishes(whole, tmp_path, m
     assert as_bytes(tmp_path / "out") == as_bytes(whole / "source")
 
 
-_SLOW = """
-import sys, time, conversion.execute as m
-from conversion.cli import main
-real = m.assemble
-def slow(*args):
-    time.sleep(0.02)
-    return real(*args)
-m.assemble = slow
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_killed_and_resumed(whole, tmp_path):
-    target, partial = tmp_path / "d", tmp_path / ".d.partial"
-    words = ["to-megatron", str(whole / "source"), str(target), "--format", "torch_dist", "--max-shard-gb", "0.0001", "--json"]
-    command = [sys.executable, "-c", _SLOW, *words, "--workers", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        journal = partial / "journal.jsonl"
-        if journal.is_file() and len(journal.read_text().splitlines()) >= 3:
-            break
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not target.exists()
-    kept = {p.name: p.stat().st_mtime_ns for p in partial.glob("*.distcp")}
-    done = [json.loads(line)["file"] for line in (partial / "journal.jsonl").read_text().splitlines()[1:]]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert len(done) >= 2 and all((target / name).stat().st_mtime_ns == kept[name] for name in done)
-    source = open_checkpoint(target)
-    source.close()
-    convert(target, tmp_path / "out", Target(kind="hf"))
-    assert as_bytes(tmp_path / "out") == as_bytes(whole / "source")
+def test_killed_at_chosen_tensors_and_resumed(whole, tmp_path):
+    source, final = whole / "source", tmp_path / "d"
+    words = ["to-megatron", str(source), str(final), "--format", "torch_dist", "--max-shard-gb", "0.0001"]
+    check_kills_and_resumption(source, final, words, Target(kind="torch_dist", max_shard_bytes=100_000), shares=(0.4, 1.0))
+    convert(final, tmp_path / "out", Target(kind="hf"))
+    assert as_bytes(tmp_path / "out") == as_bytes(source)
