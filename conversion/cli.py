@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("source", type=Path)
         command.add_argument("target", type=Path)
         command.add_argument("--cast", choices=("bf16", "fp8"), help="change the precision; left out, bytes move as they are")
-        command.add_argument("--scale-format", choices=("fp32", "ue8m0"), default="fp32", help="of --cast fp8")
+        command.add_argument("--scale-format", choices=("fp32", "ue8m0"), help="of --cast fp8, default fp32")
         command.add_argument("--bf16-layer", action="append", default=[], metavar="GLOB", help="stays BF16 in --cast fp8: *.mlp.down_proj")
         command.add_argument("--overwrite", action="store_true", help="replace a checkpoint at the target")
         command.add_argument("--workers", type=int, default=2, help="threads, each with one tensor in memory")
@@ -105,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _target(args: argparse.Namespace) -> Target:
-    cast = args.scale_format if args.cast == "fp8" else args.cast
+    if args.scale_format is not None and args.cast != "fp8":
+        raise ValueError(f"--scale-format {args.scale_format} is the scales' of --cast fp8, which is not asked for; leave it out")
+    cast = (args.scale_format or "fp32") if args.cast == "fp8" else args.cast
     bf16_layers = tuple(args.bf16_layer)
     shared: dict[str, Any] = {"cast": cast, "bf16_layers": bf16_layers, "overwrite": args.overwrite}
     sized: dict[str, Any] = {} if args.max_shard_gb is None else {"max_shard_bytes": int(args.max_shard_gb * 1e9)}
@@ -181,6 +183,8 @@ def _verify(args: argparse.Namespace) -> int:
     if args.b is None:
         if args.hf_config is not None:
             raise ValueError(f"one checkpoint is compared with its manifest, without a config; leave --hf-config {args.hf_config} out")
+        if args.values:
+            raise ValueError("one checkpoint is compared with its manifest, byte for byte; leave --values out")
         checked = check_manifest(args.a)
         _print(args.json, {"equal": True, "tensors_checked": checked})
         return 0

@@ -119,6 +119,8 @@ def test_different_architectures_are_a_difference(source, tmp_path, capsys):
         (["to-megatron", "{source}", "{out}"], "--format ranks needs --tp"),
         (["to-megatron", "{source}", "{out}", "--format", "torch_dist", "--tp", "2", "--pp", "1"], "leave --tp, --pp out"),
         (["to-megatron", "{source}", "{out}", "--tp", "1", "--max-shard-gb", "2"], "leave --max-shard-gb 2 out"),
+        (["to-megatron", "{source}", "{out}", "--tp", "1", "--scale-format", "ue8m0"], "--scale-format ue8m0 is the scales' of --cast fp8"),
+        (["verify", "{source}", "--values"], "compared with its manifest, byte for byte; leave --values out"),
         (["verify", "{source}", "--hf-config", "{source}"], "compared with its manifest, without a config; leave --hf-config"),
         (["verify", "{source}", "{source}", "--hf-config", "{source}"], "neither checkpoint is a torch_dist one"),
         (["to-megatron", "{source}", "{out}", "--tp", "1", "--hf-config", "{source}"], "is of kind hf and has its own config.json"),
