@@ -12,7 +12,7 @@ import time
 
 from jetrl_megatron.config import Recipe
 from jetrl_megatron.grpo.advantages import make_samples
-from jetrl_megatron.loop.checks import check_checkpoints_are_there
+from jetrl_megatron.loop.checks import check_checkpoints_are_there, check_records_are_there
 from jetrl_megatron.loop.collect import collect, own_failures, reward_failures
 from jetrl_megatron.loop.held_out import evaluate
 from jetrl_megatron.loop.learn import learn
@@ -54,6 +54,8 @@ def _run(session: Session, stop: StopSignal, json_lines: bool) -> bool:
     checkpoint = store.newest_complete()
     if checkpoint is None:
         check_checkpoints_are_there(session.run_dir, recipe.run.save_every)
+    else:
+        check_records_are_there(session.run_dir, checkpoint.step)
     done = restore(session, checkpoint) if checkpoint is not None else 0
     push(session)
     session.phases.take()

@@ -7,7 +7,8 @@ configuration, the first out says `ready` or `failed` with the reason.
 Bounds. Memory: the address space may grow by `memory_mb` above its size after the imports (RLIMIT_AS), so an allocation beyond it
 fails; the worker then reports `memory` and exits, and so it does, after a good answer, once it has kept half of that growth: each
 sample therefore has at least half of the bound. Time: the pool kills the worker after `timeout_s`; the kernel alarm set here at
-several times that only ends a worker whose parent has gone.
+several times that only ends a worker whose parent has gone. A process that a reward function forks holds the same socket: it leaves
+before it can reply, so that each task has one reply.
 """
 
 import importlib
@@ -30,6 +31,7 @@ def main() -> None:
     """Serve until the pool closes the connection or the memory bound is near."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    own_pid = os.getpid()
     with Connection(int(sys.argv[1])) as connection:
         config = json.loads(connection.recv_bytes())
         try:
@@ -49,6 +51,8 @@ def main() -> None:
                 return
             signal.setitimer(signal.ITIMER_REAL, ORPHAN_FACTOR * config["timeout_s"] + 1.0)
             reply = _answer(functions[task["kind"]], task)
+            if os.getpid() != own_pid:
+                os._exit(1)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             full = reply[0] == "memory" or _address_space() - start > room // 2
             connection.send_bytes(_encode(*reply, leaving=full))

@@ -1,7 +1,7 @@
 """What prompts, tokenizer and model must agree on, checked before the first step: what fails here would else fail hours into a run.
 
 Enters: loaded prompts, stop ids, the architecture, the recipe. Leaves: nothing, or ValueError naming the prompt or id, the limit and
-the way out. Also the check that a run directory with steps in its records still has its checkpoints.
+the way out. Also the checks that a run directory with steps in its records still has its checkpoints, and the other way round.
 """
 
 from collections.abc import Iterable, Sequence
@@ -76,4 +76,15 @@ def check_checkpoints_are_there(run_dir: RunDir, save_every: int) -> None:
         raise ValueError(
             f"{run_dir.records} holds steps up to {last}, but {run_dir.checkpoints} holds no checkpoint: put them back, or remove "
             f"{run_dir.path} (or set another run.dir) to start over"
+        )
+
+
+def check_records_are_there(run_dir: RunDir, step: int) -> None:
+    """Raise ValueError where records of steps up to the checkpoint of `step` are gone: each is on the disk before a checkpoint is."""
+    there = {int(r["step"]) for r in read_records(run_dir.records) if r["kind"] == "step"}
+    missing = [s for s in range(1, step + 1) if s not in there]
+    if missing:
+        raise ValueError(
+            f"{run_dir.records} lacks {len(missing)} of the {step} steps before the checkpoint in {run_dir.checkpoints}, the first is step "
+            f"{missing[0]}: put the file back, or set another run.dir to start over"
         )

@@ -7,6 +7,7 @@ How it batches: up to `max_batch_seqs` sequences hold a slot of the cache. Free 
 one prefill, whose keys and values are copied into their slots. A finished sequence frees its slot at once.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,10 @@ class LocalEngine:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> list[Completion]:
-        """Draw one completion for each request, in order; see `RolloutEngine.generate`."""
+        """Draw one completion for each request, in order; see `RolloutEngine.generate`.
+
+        Raises RuntimeError where logits are not finite.
+        """
         for request in requests:
             check_fits(request, params, self._actor.arch.max_positions)
         for chunk in self._actor.chunks:
@@ -166,6 +170,12 @@ class _Decoding:
             drawn = torch.stack((ids.double(), logp.double()))
         self._share(drawn)
         for sequence, token, logp in zip(sequences, drawn[0].tolist(), drawn[1].tolist(), strict=True):
+            if not math.isfinite(logp):
+                raise RuntimeError(
+                    f"the model's logits are not finite: the log-prob of token {len(sequence.token_ids)} of the completion of "
+                    f"prompt {sequence.request.prompt.id} is {logp}; the weights are broken (NaN or infinite), take them from their source "
+                    "or from an earlier checkpoint"
+                )
             sequence.token_ids.append(int(token))
             sequence.logprobs.append(logp)
 

@@ -31,6 +31,11 @@ USER_FUNCTIONS = """
             raise KeyError("no such thing")
         if text in ("nan", "inf", "1e300", "-1000001"):
             return float(text)
+        if text == "fork":
+            child = os.fork()
+            if child == 0:
+                return 0.75
+            os.waitpid(child, 0)
         if text == "huge":
             return 10**400
         return 0.25 if text == answer else 0.0
@@ -114,6 +119,13 @@ def test_user_function_failures_stay_with_their_sample(user_module: str) -> None
         counters = pool.counters
         assert (counters.crashes, counters.timeouts, counters.out_of_memory, counters.errors) == (1, 1, 1, 6)
         assert len(pool.worker_pids()) == 2
+
+
+def test_a_process_that_a_reward_function_forks_sends_no_reply(user_module: str) -> None:
+    """Its reply would be taken for that of this sample or of the next."""
+    with RewardPool(RewardConfig(function=f"{user_module}:hostile", workers=1, timeout_s=10.0)) as pool:
+        assert pool.score(["fork", "good", "fork", "bad"], ["fork", "good", "fork", "good"]) == [0.25, 0.25, 0.25, 0.0]
+        assert (pool.counters.crashes, pool.counters.timeouts) == (0, 0)
 
 
 def test_memory_kept_by_one_sample_is_not_charged_to_the_next(user_module: str) -> None:

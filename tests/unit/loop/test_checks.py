@@ -9,7 +9,14 @@ from conversion.architecture import ModelArchitecture
 from jetrl_megatron.config import EvalConfig, ParallelConfig, Recipe, RolloutConfig
 from jetrl_megatron.contracts import Prompt
 from jetrl_megatron.data.prompts import PromptSet
-from jetrl_megatron.loop.checks import check_checkpoints_are_there, check_lengths, check_number_of_prompts, check_prompts, check_stop_ids
+from jetrl_megatron.loop.checks import (
+    check_checkpoints_are_there,
+    check_lengths,
+    check_number_of_prompts,
+    check_prompts,
+    check_records_are_there,
+    check_stop_ids,
+)
 from jetrl_megatron.loop.learn import refuse_broken_step
 from jetrl_megatron.run.run_dir import RunDir
 from tests.tiny_models import tiny_config
@@ -64,6 +71,18 @@ def test_records_without_checkpoints_are_not_started_over(tmp_path: Path):
     run_dir.records.write_text('{"kind": "step", "step": 3}\n')
     with pytest.raises(ValueError, match=r"steps up to 3.*holds no checkpoint"):
         check_checkpoints_are_there(run_dir, save_every=2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "lacks"), [((), "3 of the 3 steps .* is step 1"), ((1, 2), "is step 3"), ((1, 3, 4), "1 of .* is step 2")]
+)
+def test_a_checkpoint_without_its_records_is_not_gone_on_from(tmp_path: Path, steps, lacks):
+    run_dir = RunDir(tmp_path)
+    run_dir.records.write_text("".join(f'{{"kind": "step", "step": {s}}}\n' for s in (1, 2, 3, 4)))
+    check_records_are_there(run_dir, 3)
+    run_dir.records.write_text('{"kind": "eval", "step": 3}\n' + "".join(f'{{"kind": "step", "step": {s}}}\n' for s in steps))
+    with pytest.raises(ValueError, match=rf"records.jsonl lacks {'' if lacks[0].isdigit() else '.*'}{lacks}: put the file back, .*run.dir"):
+        check_records_are_there(run_dir, 3)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from jetrl_megatron.actor.logprobs import head_logits
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.rollout.engine import Request
 from jetrl_megatron.rollout.local import LocalEngine
@@ -106,3 +107,12 @@ def test_progress_counts_every_completion_once(actor):
         requests, SamplingParams(max_new_toks=2), seed=0
     )
     assert seen == [(i, 6) for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}], ids=str)
+def test_logits_that_are_not_finite_are_refused(actor, monkeypatch, sampling):
+    monkeypatch.setattr("jetrl_megatron.rollout.local.head_logits", lambda *a: head_logits(*a) * math.nan)
+    if not {"top_p", "top_k"} & set(sampling):  # the log-prob is then the trainer's own, of the same logits
+        monkeypatch.setattr("jetrl_megatron.actor.logprobs.head_logits", lambda *a: head_logits(*a) * math.nan)
+    with pytest.raises(RuntimeError, match=r"logits are not finite: .* token 0 .* prompt p5 is nan; the weights are broken"):
+        draw(actor, PROMPTS, SamplingParams(max_new_toks=2, **sampling))
