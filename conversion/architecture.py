@@ -89,8 +89,8 @@ class ModelArchitecture:
             head_dim=_head_dim(config, family, hidden, heads),
             ffn_hidden_size=_required(config, "intermediate_size"),
             vocab_size=_required(config, "vocab_size"),
-            max_positions=int(config.get("max_position_embeddings") or 2048),
-            rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_positions=int(_number("max_position_embeddings", config.get("max_position_embeddings") or 2048)),
+            rms_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             qkv_bias=family == "qwen2",
@@ -124,6 +124,13 @@ def _required(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+def _number(key: str, value: Any) -> float:
+    """Return a value as a number; raises ValueError naming key and value where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"config.json: {key} is {value!r}; it must be a number")
+    return float(value)
+
+
 def _family(config: Mapping[str, Any]) -> str:
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -151,12 +158,17 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
 
 def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
     """Raise where at least one layer attends through a window; a window that is declared but off is accepted."""
-    other = sorted({str(t) for t in config.get("layer_types") or () if t != "full_attention"})
+    types, layers = config.get("layer_types") or [], _required(config, "num_hidden_layers")
+    if not isinstance(types, list | tuple):
+        raise ValueError(f"config.json: layer_types is {types!r}; it must be a list with one word a layer")
+    if types and len(types) != layers:
+        raise ValueError(f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {layers}; mend one of the two")
+    other = sorted({str(t) for t in types if t != "full_attention"})
     if other:
         raise ValueError(f"config.json: layer_types holds {', '.join(other)}; only full_attention is supported")
     if not config.get("use_sliding_window") or config.get("sliding_window") is None:
         return
-    first, layers = config.get("max_window_layers", 0), _required(config, "num_hidden_layers")
+    first = config.get("max_window_layers", 0)
     if first < layers:
         raise ValueError(
             f"config.json: use_sliding_window is true and max_window_layers {first} is below num_hidden_layers {layers}: layers "
@@ -167,7 +179,7 @@ def _refuse_sliding_window(config: Mapping[str, Any]) -> None:
 def _head_dim(config: Mapping[str, Any], family: str, hidden: int, heads: int) -> int:
     explicit = config.get("head_dim")
     if explicit is not None:
-        return int(explicit)
+        return int(_number("head_dim", explicit))
     if family == "qwen3":
         return 128  # the default of the family's own config class, whatever hidden_size / num_heads is
     if hidden % heads:
@@ -177,13 +189,17 @@ def _head_dim(config: Mapping[str, Any], family: str, hidden: int, heads: int) -
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Return theta and the scaling dict from either generation of keys; raises ValueError for other rope types."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    source = dict(new or old or {})
-    theta = float(source.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    kind = source.pop("rope_type", None) or source.pop("type", None) or "default"
-    source.pop("type", None)
+    new, old = (_rope_keys(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if new and old and {"rope_theta": new.get("rope_theta"), **old} != {"rope_theta": None, **new}:  # the older dict has theta beside it
+        raise ValueError(
+            f"config.json: rope_parameters is {config['rope_parameters']} and rope_scaling is {config['rope_scaling']}; they contradict "
+            "each other: keep the one that the model was trained with"
+        )
+    source = new or old
+    theta = _number("rope_theta", source.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    kind = source.pop("rope_type", "default")
     partial = source.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if float(partial) != 1.0:
+    if _number("partial_rotary_factor", partial) != 1.0:
         raise ValueError(f"config.json: partial_rotary_factor is {partial}; only rotary embeddings over the whole head (1.0) are supported")
     if kind not in ROPE_TYPES:
         raise ValueError(f"config.json: rope type is {kind!r}; supported are {', '.join(ROPE_TYPES)}; use a checkpoint without {kind}")
@@ -193,3 +209,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if missing:
         raise ValueError(f"config.json: rope type {kind} lacks {', '.join(missing)}; copy them from the published config")
     return theta, {"rope_type": kind, **source}
+
+
+def _rope_keys(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the rope numbers under one key without its nulls, the older `type` as `rope_type`; raises ValueError where it is no object."""
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f'config.json: {key} is {found!r}; it must be an object such as {{"rope_type": "linear", "factor": 2.0}}')
+    numbers = {k: v for k, v in found.items() if v is not None}
+    kind = numbers.pop("type", None)
+    return {"rope_type": kind, **numbers} if kind is not None else numbers

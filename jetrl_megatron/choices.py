@@ -163,6 +163,12 @@ def at_least(name: str, value: float, low: float) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {low}")
 
 
+def at_most(name: str, value: float, high: float) -> None:
+    """Raise ValueError, naming key and limit, unless value <= high (so also for NaN)."""
+    if not value <= high:
+        raise ValueError(f"{name} is {value}; it must be at most {high}")
+
+
 def above(name: str, value: float, low: float) -> None:
     """Raise ValueError, naming key and limit, unless value > low (so also for NaN)."""
     if not value > low:
@@ -175,6 +181,8 @@ def within(name: str, value: float, low: float, high: float, why: str = "") -> N
         raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}]{why and ': ' + why}")
 
 
+MAX_SECONDS = 86_400.0
+"""Of a wait: a day."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 """Of a draw that is not greedy. Below, a logit of an ordinary model over the temperature says nothing in FP32 but which is the largest."""
 

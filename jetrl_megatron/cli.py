@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # reading a recipe takes seconds of imports on a busy machine
     from jetrl_megatron.config import Recipe
 
 EXIT_USAGE = 2
+MAX_CPU_PROCESSES = 64
+"""Started here on a machine without GPUs: each is a Python process with torch, about half a gigabyte."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -124,7 +126,8 @@ def _check_and_count(args: argparse.Namespace) -> tuple[int, float]:
 def count_processes(recipe: "Recipe", asked: int | None) -> int:
     """Say how many processes to start here.
 
-    asked: the user's number, else the machine's GPUs, else tp * pp. Raises ValueError when tp * pp does not divide it.
+    asked: the user's number, else the machine's GPUs, else tp * pp. Raises ValueError when tp * pp does not divide it, or for more
+    than this machine should hold.
     """
     import torch
 
@@ -135,6 +138,11 @@ def count_processes(recipe: "Recipe", asked: int | None) -> int:
         raise ValueError(
             f"{number} processes ({'--nproc' if asked is not None else 'one for each GPU'}) do not divide into replicas of "
             f"parallel.tp * parallel.pp = {recipe.parallel.tp} * {recipe.parallel.pp} = {replica}; use --nproc with a multiple of {replica}"
+        )
+    if not num_gpus and number > MAX_CPU_PROCESSES:
+        raise ValueError(
+            f"{number} processes on a machine without GPUs; at most {MAX_CPU_PROCESSES} are started here: lower --nproc, parallel.tp or "
+            "parallel.pp, or start them yourself with torchrun"
         )
     if num_gpus and number > num_gpus:
         raise ValueError(f"{number} processes need as many GPUs and this machine has {num_gpus}; lower --nproc, parallel.tp or parallel.pp")

@@ -9,6 +9,7 @@ Left out: anything measured at run time.
 from dataclasses import dataclass, field
 
 from jetrl_megatron.choices import (
+    MAX_SECONDS,
     Arm,
     AttentionKernel,
     Backend,
@@ -29,6 +30,7 @@ from jetrl_megatron.choices import (
     WgradGranularity,
     above,
     at_least,
+    at_most,
     refuse_non_finite,
     within,
 )
@@ -81,6 +83,10 @@ __all__ = [
 
 
 MAX_SEED = 2**63 - 1
+MAX_SYNTHETIC_LAYERS, MAX_SYNTHETIC_SIZE = 1000, 2**20
+"""A larger model fits no machine, and its check alone would take all memory."""
+MIN_EPS = 1e-30
+"""Of AdamW: FP32 holds it as a normal number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +118,7 @@ class RunConfig:
         at_least("run.keep_last", self.keep_last, 1)
         at_least("run.eval_every", self.eval_every, 0)
         above("run.grace_s", self.grace_s, 0.0)
+        at_most("run.grace_s", self.grace_s, MAX_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +137,9 @@ class SyntheticModelConfig:
 
     def __post_init__(self) -> None:
         """Check ranges and that each kv head serves the same number of query heads."""
-        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"):
-            at_least(f"model.synthetic.{name}", getattr(self, name), 1)
+        within("model.synthetic.num_layers", self.num_layers, 1, MAX_SYNTHETIC_LAYERS)
+        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size"):
+            within(f"model.synthetic.{name}", getattr(self, name), 1, MAX_SYNTHETIC_SIZE)
         if not 0.0 < self.init_std <= 1.0:
             raise ValueError(f"model.synthetic.init_std is {self.init_std}; it must lie in (0, 1]")
         if self.num_heads % self.num_kv_heads:
@@ -228,7 +236,7 @@ class OptimConfig:
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; it must lie in [0, 1)")
-        above("optim.eps", self.eps, 0.0)
+        at_least("optim.eps", self.eps, MIN_EPS)
         if self.min_lr > self.lr:
             raise ValueError(f"optim.min_lr is {self.min_lr}, above optim.lr {self.lr}; lower it")
 

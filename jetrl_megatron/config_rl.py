@@ -6,6 +6,7 @@ The sections that say what runs and where, and `Recipe` itself, are in `config.p
 from dataclasses import dataclass, field
 
 from jetrl_megatron.choices import (
+    MAX_SECONDS,
     Correction,
     Engine,
     LossNorm,
@@ -14,6 +15,7 @@ from jetrl_megatron.choices import (
     Transport,
     above,
     at_least,
+    at_most,
     check_temperature,
     within,
 )
@@ -126,6 +128,8 @@ class RolloutConfig:
             )
 
 
+MAX_MEMORY_MB = 2**31
+"""Of a reward worker: 2 PiB, more than an address space grows by."""
 SEEDS_PER_STEP = 64
 """Rounds of draws that one step may take, the first included, without sharing a seed with the next step."""
 
@@ -167,6 +171,7 @@ class GrpoConfig:
         above("grpo.tis_cap", self.tis_cap, 0.0)
         why = f"a step has {SEEDS_PER_STEP} seeds for its draws"
         within("grpo.dynamic_max_rounds", self.dynamic_max_rounds, 1, SEEDS_PER_STEP - 1, why)
+        at_least("grpo.overlong_buffer_toks", self.overlong_buffer_toks, 0)
         if self.overlong is Overlong.penalty and self.overlong_buffer_toks < 1:
             raise ValueError(
                 f"grpo.overlong is penalty and grpo.overlong_buffer_toks is {self.overlong_buffer_toks}; "
@@ -192,7 +197,8 @@ class RewardConfig:
         """Check ranges."""
         at_least("reward.workers", self.workers, 1)
         above("reward.timeout_s", self.timeout_s, 0.0)
-        at_least("reward.memory_mb", self.memory_mb, 64)
+        at_most("reward.timeout_s", self.timeout_s, MAX_SECONDS)
+        within("reward.memory_mb", self.memory_mb, 64, MAX_MEMORY_MB)
         if self.function != "math" and not all(self.function.partition(":")):
             raise ValueError(f"reward.function is {self.function!r}; it must be math or package.module:function")
 

@@ -216,8 +216,10 @@ def _build(leaves: _Leaves, path: Path) -> Recipe:
     for key, (value, source) in leaves.items():
         if "${" in str(value):
             raise ValueError(f"{source}: {key} is {value!r}; ${{...}} is not expanded in recipes: write the value itself")
-        if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{source}: {key} is {value!r}; it must be {_allowed(key, schema()[key])}")
+        hint = schema()[key]
+        no_list = isinstance(value, dict) and typing.get_origin(hint) is tuple
+        if no_list or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+            raise ValueError(f"{source}: {key} is {value!r}; it must be {_allowed(key, hint)}")
     tree: dict[str, Any] = {}
     for key, (value, _) in leaves.items():
         section, name = tree, key

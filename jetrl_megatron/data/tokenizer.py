@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CHAR_SPECIALS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
@@ -26,7 +27,7 @@ TOKENIZER_FILES = (
     "*.tiktoken",
 )
 """Globs of what a Hugging Face directory keeps of its tokenizer, of every kind that the families have had."""
-_MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError)
+_MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError)
 """What the library raises on files of another shape; anything else is no fault of the files."""
 CHAR_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}"
@@ -49,6 +50,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         # Its parser in Rust raises plain Exception, its Python code whatever a value of another type than it expects leads to.
         if type(error) is not Exception and not isinstance(error, _MALFORMED):
             raise
+        if isinstance(error, StrictDataclassError):  # of a config class; the tokenizer's class is looked up in the model's config
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{folder / 'config.json'} cannot be read: {reason}; mend it, or take it from the model's source") from error
         raise ValueError(f"{folder} holds no tokenizer that can be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -82,6 +82,9 @@ def test_number_of_processes(monkeypatch):
     assert cli.count_processes(recipe, 8) == 8
     with pytest.raises(ValueError, match=r"6 processes \(--nproc\) do not divide .* 2 \* 2 = 4; use --nproc with a multiple of 4"):
         cli.count_processes(recipe, 6)
+    assert cli.count_processes(recipe, 64) == 64
+    with pytest.raises(ValueError, match=r"68 processes on a machine without GPUs; at most 64 .* torchrun"):
+        cli.count_processes(recipe, 68)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     assert cli.count_processes(recipe, None) == 8
     with pytest.raises(ValueError, match="16 processes need as many GPUs and this machine has 8"):

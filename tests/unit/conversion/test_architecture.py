@@ -63,6 +63,18 @@ def test_rope_is_read_from_both_generations_of_keys():
     assert read(rope_scaling={"rope_type": "default"}).rope_scaling is None
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize("old", [{**LINEAR, "factor": 4.0}, {"rope_type": "default"}, {**LINEAR, "rope_theta": 1e6}])
+def test_ropes_that_contradict_each_other_are_refused(old):
+    new = {**LINEAR, "rope_theta": 5e5}
+    for same in (LINEAR, {"type": "linear", "factor": 2.0}, new, None, {}):
+        assert read(rope_parameters=new, rope_scaling=same) == read(rope_parameters=new)
+    with pytest.raises(ValueError, match=r"rope_parameters is .* and rope_scaling is .*contradict each other: keep the one"):
+        read(rope_parameters=new, rope_scaling=old)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -74,6 +86,12 @@ def test_rope_is_read_from_both_generations_of_keys():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "default, linear, llama3"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor"]),
+        ({"rope_scaling": "linear"}, ["config.json: rope_scaling is 'linear'", "object"]),
+        ({"rope_theta": "x"}, ["config.json: rope_theta is 'x'", "number"]),
+        ({"rms_norm_eps": "x"}, ["config.json: rms_norm_eps is 'x'", "number"]),
+        ({"max_position_embeddings": [1]}, ["config.json: max_position_embeddings is [1]", "number"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types names 1 layers", "num_hidden_layers is 2"]),
+        ({"layer_types": 3}, ["config.json: layer_types is 3", "list"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         (
             {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 1},

@@ -118,3 +118,19 @@ def test_missing_tokenizers_are_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2}, "num_hidden_layers.*layer_types"),
+        ({"rope_scaling": "linear"}, "'rope_parameters' with value 'linear'"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float"),
+    ],
+)
+def test_a_config_that_the_library_refuses_is_named(tmp_path: Path, change: dict, words: str) -> None:
+    build_char_tokenizer(tmp_path, ALPHABET)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **change}))
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json cannot be read: .*{words}.*; mend it"):
+        load_tokenizer(tmp_path)
