@@ -7,6 +7,7 @@ else goes to standard error.
 """
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -14,13 +15,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jetrl_megatron.expected_warnings import ignore_expected_warnings
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.run.early_stop import stopping_early
 from jetrl_megatron.run.local_launch import die_with_launcher, launch, slurm_rank, under_launcher
 
 if TYPE_CHECKING:  # reading a recipe takes seconds of imports on a busy machine: they come after the signal handlers
     from jetrl_megatron.config import Recipe
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""What the system says where nothing more can be written: no fault of this code."""
 MAX_CPU_PROCESSES = 64
 """Started here on a machine without GPUs: each is a Python process with torch, about half a gigabyte."""
 
@@ -69,9 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:
         if not _raised_by_us(error):
             raise
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        print(f"jetrl{rank}: {error}", file=sys.stderr, flush=True)
-        return EXIT_USAGE
+        return _end(str(error), EXIT_USAGE)
+    except RunFailure as error:
+        return _end(str(error), EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        text = f"cannot write {error.filename or 'a file of the run'}: {error.strerror}"
+        return _end(f"{text}; free space there, or set another run.dir (TMPDIR for temporary files)", EXIT_FAILED)
+
+
+def _end(text: str, code: int) -> int:
+    """Say why the command ends, naming the rank where there are several; returns the exit code."""
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    print(f"jetrl{rank}: {text}", file=sys.stderr, flush=True)
+    return code
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -28,6 +28,7 @@ from jetrl_megatron.actor.pipeline_step import LossFunction, PipelineStep
 from jetrl_megatron.actor.sides import FlowSides
 from jetrl_megatron.config import Arm, OptimConfig, PrecisionConfig, Recipe
 from jetrl_megatron.contracts import TrainBatch
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.fp8 import resolve_backend
 
 PhaseTimer = Callable[[str], AbstractContextManager[Any]]
@@ -105,7 +106,7 @@ class Actor:
                 self.sides.invalidate()
                 ok, norm = self.optimizer.step()
             if not ok:
-                raise RuntimeError(f"optimizer step {self.version + 1} was skipped: gradient norm {norm}; the last checkpoint is intact")
+                raise RunFailure(f"optimizer step {self.version + 1} was skipped: gradient norm {norm}; the last checkpoint is intact")
             with phase("quantise"):
                 self.sides.refresh()
         self.version += 1

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from jetrl_megatron.config import RewardConfig
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.grpo.answers import normalise, text_answer
 from jetrl_megatron.grpo.equality import Verdict, compare_plain, gold_is_plain
 from jetrl_megatron.grpo.extraction import Expected, after_reasoning, extract_answer
@@ -76,7 +77,7 @@ class RewardPool:
         """Return one score a sample, in order.
 
         texts: completions as text. Where the prompt itself opened a `<think>` block, pass them through `with_open_think` first.
-        answers: the gold answers. Raises RuntimeError when the reward function itself fails on every sample.
+        answers: the gold answers. Raises RunFailure when the reward function itself fails on every sample.
         """
         if len(texts) != len(answers):
             raise ValueError(f"{len(texts)} texts but {len(answers)} answers; there must be one answer a text")
@@ -144,7 +145,7 @@ class RewardPool:
                 "reward.function %s failed on %d of %d samples; first:\n%s", self.cfg.function, len(failures), len(outcomes), failures[0]
             )
             if len(failures) == len(outcomes) and self.cfg.function != "math":
-                raise RuntimeError(f"reward.function {self.cfg.function} failed on all {len(failures)} samples; first:\n{failures[0]}")
+                raise RunFailure(f"reward.function {self.cfg.function} failed on all {len(failures)} samples; first:\n{failures[0]}")
 
 
 def _expected(gold: str) -> Expected:

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
+from jetrl_megatron.failure import RunFailure
+
 START_TIMEOUT_S = 120.0
 """A worker that has not finished its imports by then is an error: the machine, not a sample, is at fault."""
 
@@ -71,7 +73,7 @@ class WorkerPool:
     """A fixed number of worker processes, each replaced when it dies or is killed.
 
     config: what the workers get as their first message: `function`, `memory_mb`. timeout_s: wall clock of one task. Raises ValueError
-    when the workers cannot load their function, with the reason, and RuntimeError when they cannot start.
+    when the workers cannot load their function, with the reason, and RunFailure when they cannot start.
     """
 
     def __init__(self, num_workers: int, timeout_s: float, config: Mapping[str, object]) -> None:
@@ -83,7 +85,7 @@ class WorkerPool:
             self._workers.extend(_Worker(self._config) for _ in range(num_workers))
             for worker in self._workers:
                 if not worker.connection.poll(max(worker.deadline - time.monotonic(), 0.0)):
-                    raise RuntimeError(f"a reward worker did not start within {START_TIMEOUT_S} s")
+                    raise RunFailure(f"a reward worker did not start within {START_TIMEOUT_S} s")
                 self._started(worker)
         except BaseException:
             self.close()
@@ -134,7 +136,7 @@ class WorkerPool:
                 self._take(slot, outcomes)
             elif time.monotonic() >= worker.deadline:
                 if worker.task is None:
-                    raise RuntimeError(f"a reward worker did not start within {START_TIMEOUT_S} s")
+                    raise RunFailure(f"a reward worker did not start within {START_TIMEOUT_S} s")
                 outcomes[worker.task] = Outcome(status="timeout", value=0.0)
                 self._replace(slot)
 
@@ -158,7 +160,7 @@ class WorkerPool:
         message = worker.receive()
         if message is None:
             code = worker.process.wait()
-            raise RuntimeError(f"a reward worker ended with exit code {code} before it was ready; its standard error says why")
+            raise RunFailure(f"a reward worker ended with exit code {code} before it was ready; its standard error says why")
         if message["status"] == "failed":
             raise ValueError(message["detail"])
         worker.ready = True

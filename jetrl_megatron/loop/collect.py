@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from jetrl_megatron.config import SEEDS_PER_STEP
 from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.grpo.advantages import groups_with_spread
 from jetrl_megatron.grpo.rewards import with_open_think
 from jetrl_megatron.loop.replicas import from_leader, gather_replicas
@@ -58,7 +59,7 @@ def score(session: Session, requests: Sequence[Request], completions: Sequence[C
                 len(opened),
             )
         if opened and failed == len(opened):
-            raise RuntimeError(
+            raise RunFailure(
                 f"reward.function {session.recipe.reward.function} timed out or died on all {failed} samples; raise reward.timeout_s "
                 f"({session.recipe.reward.timeout_s:g} s) or reward.memory_mb, or mend the function"
             )

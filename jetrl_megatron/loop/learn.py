@@ -13,6 +13,7 @@ import torch
 
 from jetrl_megatron.config import GrpoConfig
 from jetrl_megatron.contracts import Sample, TrainBatch
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.grpo.batch import build_train_batch, completion_positions, sequence_length, token_weights
 from jetrl_megatron.grpo.loss import metrics_from_sums, policy_loss
 from jetrl_megatron.grpo.mismatch import MismatchSums, mismatch_sums
@@ -90,10 +91,10 @@ def _add_reference(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Tenso
 
 
 def refuse_broken_step(values: dict[str, Any]) -> None:
-    """Raise RuntimeError naming the numbers that are NaN or infinite: such a step must not be saved over a good checkpoint."""
+    """Raise RunFailure naming the numbers that are NaN or infinite: such a step must not be saved over a good checkpoint."""
     broken = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     if broken:
-        raise RuntimeError(
+        raise RunFailure(
             f"the step's numbers are not finite: {broken}; nothing of it is saved and the last checkpoint is intact. "
             "Lower optim.lr, or look for the first bad number with precision.arm=bf16"
         )

@@ -38,8 +38,17 @@ def save(session: Session, store: CheckpointStore, step: int) -> None:
     state = session.actor.state_dict()
     with session.phases("save"):
         store.save(
-            step, lambda folder: torch.save(state, folder / ACTOR_FILE), meta={"order": session.order.state_dict(), **_layout(session)}
+            step, lambda folder: write_state(state, folder / ACTOR_FILE), meta={"order": session.order.state_dict(), **_layout(session)}
         )
+
+
+def write_state(state: Mapping[str, Any], path: Path) -> None:
+    """Write a state dict; raises OSError naming the file where there is no room, which torch by itself reports as a broken archive."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def restore(session: Session, checkpoint: Checkpoint) -> int:

@@ -24,6 +24,7 @@ from jetrl_megatron.actor.logprobs import head_logits, token_logprobs
 from jetrl_megatron.actor.packed import KVCache, PackedContext, packed_context
 from jetrl_megatron.actor.pipeline_step import head_shard
 from jetrl_megatron.contracts import Completion, FinishReason, SamplingParams
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.engine import Request, check_fits
 from jetrl_megatron.rollout.pipeline_forward import forward_hidden
 from jetrl_megatron.rollout.sampling import draw, request_generator
@@ -64,7 +65,7 @@ class LocalEngine:
     def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> list[Completion]:
         """Draw one completion for each request, in order; see `RolloutEngine.generate`.
 
-        Raises RuntimeError where logits are not finite.
+        Raises RunFailure where logits are not finite.
         """
         for request in requests:
             check_fits(request, params, self._actor.arch.max_positions)
@@ -171,7 +172,7 @@ class _Decoding:
         self._share(drawn)
         for sequence, token, logp in zip(sequences, drawn[0].tolist(), drawn[1].tolist(), strict=True):
             if not math.isfinite(logp):
-                raise RuntimeError(
+                raise RunFailure(
                     f"the model's logits are not finite: the log-prob of token {len(sequence.token_ids)} of the completion of "
                     f"prompt {sequence.request.prompt.id} is {logp}; the weights are broken (NaN or infinite), take them from their source "
                     "or from an earlier checkpoint"

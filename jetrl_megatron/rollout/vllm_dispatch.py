@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.vllm_client import ServerGone
 
 Item = TypeVar("Item")
@@ -26,7 +27,7 @@ class Servers(Protocol):
     """What the dispatcher sees of a pool."""
 
     def ready(self) -> list[int]:
-        """Return the servers that may serve now. Raises RuntimeError when none is left and none is coming back."""
+        """Return the servers that may serve now. Raises RunFailure when none is left and none is coming back."""
         ...
 
     def gone(self, server: int, cause: ServerGone) -> None:
@@ -67,7 +68,7 @@ class Dispatcher(Generic[Item, Result]):
     def run(self) -> list[Result]:
         """Send everything and return the results by index.
 
-        Raises the ValueError of a refused request, or RuntimeError naming the last cause where a request failed too often.
+        Raises the ValueError of a refused request, or RunFailure naming the last cause where a request failed too often.
         """
         num = len(self._items)
         threads = ThreadPoolExecutor(max_workers=min(num, 1024) or 1, thread_name_prefix="rollout")
@@ -121,5 +122,5 @@ class Dispatcher(Generic[Item, Result]):
         self._attempts[index] += 1
         self.counts.repeated += 1
         if self._attempts[index] > self._max_repeats:
-            self._error = RuntimeError(f"request {index} failed {self._attempts[index]} times, last: {cause}")
+            self._error = RunFailure(f"request {index} failed {self._attempts[index]} times, last: {cause}")
         self._waiting.appendleft(index)

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from jetrl_megatron.contracts import Completion, SamplingParams
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.engine import Request, check_fits
 from jetrl_megatron.rollout.vllm_client import Drawn
 from jetrl_megatron.rollout.vllm_dispatch import DispatchCounts, Dispatcher
@@ -66,7 +67,7 @@ class RunGroup:
         kind, value = word
         if kind == _FAILED:
             refused, text = value
-            raise ValueError(text) if refused else RuntimeError(f"rank 0: {text}")
+            raise ValueError(text) if refused else RunFailure(f"rank 0: {text}")
         return value
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jetrl_megatron.contracts import SamplingParams
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.published import Published, differences, summary
 from jetrl_megatron.rollout.vllm_client import Drawn, EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_server import VllmServer
@@ -31,7 +32,7 @@ Load = Callable[[EngineClient, Published], None]
 """Put published weights into one live, paused server."""
 
 
-class WeightMismatch(RuntimeError):
+class WeightMismatch(RunFailure):
     """An engine does not hold what the actor published."""
 
 
@@ -96,10 +97,10 @@ class ServerPool:
         return self._version
 
     def ready(self) -> list[int]:
-        """Return the servers that may serve; raises RuntimeError with the causes where all are lost."""
+        """Return the servers that may serve; raises RunFailure with the causes where all are lost."""
         with self._lock:
             if all(m.state == "lost" for m in self._members):
-                raise RuntimeError("no engine server is left: " + "; ".join(f"server {m.number}: {m.problem}" for m in self._members))
+                raise RunFailure("no engine server is left: " + "; ".join(f"server {m.number}: {m.problem}" for m in self._members))
             return [m.number for m in self._members if m.state == "ready"]
 
     def blank(self) -> bool:
@@ -141,7 +142,7 @@ class ServerPool:
         """Bring every server to `published`, verified; only then the pool's version is its version.
 
         load: called in one thread a server, at the same time. A server that dies on the way is restarted on the published directory.
-        Raises WeightMismatch naming tensors, or RuntimeError where no server is left.
+        Raises WeightMismatch naming tensors, or RunFailure where no server is left.
         """
         start_s = time.monotonic()
         self.start(published)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.compat import engine_environment, engine_numerics, request_fields, server_module, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
 from jetrl_megatron.rollout.vllm_client import EngineClient
@@ -121,7 +122,7 @@ class VllmServer:
     def start(self, model_dir: Path, with_weights: bool) -> EngineClient:
         """Start the server and wait until it is healthy; once more where somebody else took its port in the meantime.
 
-        Raises RuntimeError with the end of its log where it dies or takes longer than start_timeout_s.
+        Raises RunFailure with the end of its log where it dies or takes longer than start_timeout_s.
         """
         for attempt in range(_PORT_ATTEMPTS):
             try:
@@ -163,7 +164,7 @@ class VllmServer:
             if not self.alive or time.monotonic() > deadline:
                 cause = "ended while starting" if not self.alive else f"was not up after {self._spec.start_timeout_s:g} s"
                 self.stop()
-                raise RuntimeError(f"engine server {self.number} {cause}; the end of {self.log_file}:\n{self.log_tail()}")
+                raise RunFailure(f"engine server {self.number} {cause}; the end of {self.log_file}:\n{self.log_tail()}")
             time.sleep(0.5)
 
     @property

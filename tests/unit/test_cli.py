@@ -1,5 +1,7 @@
 """The command line: words, exit codes, and how many processes a recipe needs."""
 
+import errno
+import re
 import subprocess
 import sys
 import types
@@ -9,6 +11,7 @@ import pytest
 
 from jetrl_megatron import cli
 from jetrl_megatron.config import ParallelConfig, Recipe
+from jetrl_megatron.failure import RunFailure
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TINY = str(RECIPES / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml")
@@ -72,6 +75,38 @@ def test_a_library_error_keeps_its_traceback(worker, monkeypatch):
 
     sys.modules["jetrl_megatron.train"].train = broken
     with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(["train", TINY])
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (RunFailure("all samples failed"), "all samples failed"),
+        (
+            OSError(errno.ENOSPC, "No space left", "d/actor.pt"),
+            "cannot write d/actor.pt: No space left; free space there, or .* run.dir .*",
+        ),
+        (OSError(errno.EDQUOT, "Quota exceeded"), "cannot write a file of the run: Quota exceeded; free space .*"),
+        (OSError(errno.EROFS, "Read-only", "d"), "cannot write d: Read-only; .*"),
+    ],
+    ids=str,
+)
+def test_a_run_that_cannot_go_on_is_one_line_and_one(worker, capsys, error, line):
+    def fail(recipe, argv, json_lines):
+        raise error
+
+    sys.modules["jetrl_megatron.train"].train = fail
+    assert cli.main(["train", TINY]) == 1
+    assert re.fullmatch(rf"jetrl \(rank 1\): {line}\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.EIO, "Input/output error")], ids=str)
+def test_a_fault_keeps_its_traceback(worker, error):
+    def fail(recipe, argv, json_lines):
+        raise error
+
+    sys.modules["jetrl_megatron.train"].train = fail
+    with pytest.raises(type(error)):
         cli.main(["train", TINY])
 
 

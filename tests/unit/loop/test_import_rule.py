@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-CONTRACTS = {"config", "choices", "config_rl", "contracts"}
+CONTRACTS = {"config", "choices", "config_rl", "contracts", "failure"}
 MAY_IMPORT = {  # inside this project, besides itself
     "fp8": CONTRACTS,
     "conversion": CONTRACTS | {"fp8"},
