@@ -132,6 +132,8 @@ def _read(path: Path) -> dict[str, Any]:
         inside = sorted(p.name for p in path.glob("*.yaml"))
         name = "recipe.yaml" if "recipe.yaml" in inside else inside[0] if inside else "NAME.yaml"
         raise ValueError(f"recipe {path} is a directory; name a YAML file, for example {path / name}")
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"recipe {path} is a link to {path.readlink()}, which does not exist; mend the link")
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=3, cutoff=0.3)
         hint = f"; did you mean {', '.join(str(path.parent / n) for n in near)}?" if near else ""

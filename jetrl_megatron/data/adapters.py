@@ -51,7 +51,8 @@ class Adapter:
 
 
 def number_text(value: object) -> str:
-    """Return a gold answer as text: `27.0` as `27`, other numbers as written, strings stripped. ValueError for anything else."""
+    """Return a gold answer as text: `27.0` as `27`, other numbers as written, strings stripped. ValueError for anything else
+    and for an empty text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"the answer is {value!r}; it must be a number or a string")
     if isinstance(value, float) and not math.isfinite(value):
@@ -59,6 +60,8 @@ def number_text(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     text = str(value).strip()
+    if not text:
+        raise ValueError("the answer is empty; mend or remove the row")
     return text.removesuffix(".0") if re.fullmatch(r"-?\d+\.0", text) else text
 
 

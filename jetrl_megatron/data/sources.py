@@ -11,6 +11,7 @@ Enters: a source. Leaves: (row number, `Row`) pairs in file order. A wrong recor
 found, and the adapters there are; nothing is skipped. `datasets` is imported only for data sets by name.
 """
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ def parse_source(text: str, evaluating: bool) -> Source:
         if known is None:
             raise ValueError(f"source {text!r}: there is no adapter {prefix!r}; {_choices()}")
         path = Path(rest if found else text)
+        if path.is_dir():
+            raise ValueError(f"source {text!r}: {path} is a directory; name a file in it")
         if not path.is_file():
             raise ValueError(f"source {text!r}: there is no file {path} (looked from {Path.cwd()})")
         return Source(name=text, adapter=known, path=path)
@@ -73,21 +76,34 @@ def _read_jsonl(source: Source) -> Iterator[tuple[int, Row]]:
     number = 0
     with source.path.open("rb") as file:
         for line_number, line in enumerate(file, start=1):
+            if line_number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             where = f"{source.path}:{line_number}"
             try:
-                record = json.loads(line.decode("utf-8"))
+                record = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text (byte {error.start} of the line: {error.reason}); save it as UTF-8") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-            except ValueError as error:  # a whole number of thousands of digits
+            except RecursionError as error:
+                raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply; remove the line") from error
+            except ValueError as error:  # a whole number of thousands of digits, or a key that is there twice
                 raise ValueError(f"{where}: not JSON that can be read: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{where}: a {type(record).__name__}; each line must be a JSON object")
             yield number, _convert(source, record, where)
             number += 1
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Build a JSON object; raises ValueError for a key that stands there twice, of which a reader would keep the last."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        twice = next(key for key in record if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r} stands there twice; remove one")
+    return record
 
 
 def _read_dataset(source: Source) -> Iterator[tuple[int, Row]]:
@@ -122,6 +138,8 @@ def _convert(source: Source, record: dict, where: str) -> Row:
         row = source.adapter.row(record)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    if not row.question.strip():
+        raise ValueError(f"{where}: the question is empty; mend or remove the row")
     for name, text in (("question", row.question), ("answer", row.answer), ("target", row.target)):
         lone = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
         if lone is not None:

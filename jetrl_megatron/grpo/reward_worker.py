@@ -13,7 +13,9 @@ before it can reply, so that each task has one reply.
 
 import importlib
 import json
+import numbers
 import os
+import reprlib
 import resource
 import signal
 import sys
@@ -102,8 +104,9 @@ def _load(config: dict) -> dict[str, Callable[[dict], tuple[str, float, str]]]:
 
 
 def _checked(value: object) -> tuple[str, float, str]:
-    if not isinstance(value, int | float) or not abs(value) <= MAX_ABS_REWARD:  # not so for NaN either
-        return "error", 0.0, f"the reward function returned {value!r}; it must return a number within {MAX_ABS_REWARD:g} of 0"
+    # Numbers of numpy are real ones too. The comparison is not so for NaN either.
+    if not isinstance(value, numbers.Real) or not abs(value) <= MAX_ABS_REWARD:  # type: ignore[operator]
+        return "error", 0.0, f"the reward function returned {reprlib.repr(value)}; it must return a number within {MAX_ABS_REWARD:g} of 0"
     return "equal", float(value), ""
 
 

@@ -180,6 +180,12 @@ def test_chain_faults(write):
         load_recipe(a.with_name("aa.yaml"))
 
 
+def test_a_link_to_nothing_is_named_as_one(tmp_path):
+    (tmp_path / "r.yaml").symlink_to("gone.yaml")
+    with pytest.raises(FileNotFoundError, match=r"r.yaml is a link to gone.yaml, which does not exist; mend the link$"):
+        load_recipe(tmp_path / "r.yaml")
+
+
 def test_dump_reads_back_equal_and_holds_every_key(write, tmp_path):
     recipe = load_recipe(write("r", DEFAULTS), ["data.train=[a,b]", "optim.lr=3e-7", "precision.arm=bf16", "data.instruction=a: b\n#"])
     dumped = write("dumped", dump_recipe(recipe))

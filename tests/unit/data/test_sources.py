@@ -38,6 +38,10 @@ def test_a_missing_field_names_file_line_fields_and_adapters(tmp_path: Path) -> 
         ('{"question": "q", "answer": NaN}', "set.jsonl:1: the answer is nan; it must be a finite number"),
         ('{"question": "q", "answer": Infinity}', "set.jsonl:1: the answer is inf; it must be a finite number"),
         ('{"question": "q", "answer": ' + "9" * 5000 + "}", "set.jsonl:1: not JSON that can be read: .*digits"),
+        ("[" * 100_000 + "]" * 100_000, "set.jsonl:1: not JSON that can be read: it is nested too deeply"),
+        ('{"question": "", "answer": "1"}', "set.jsonl:1: the question is empty; mend or remove the row"),
+        ('{"question": "q", "answer": " "}', "set.jsonl:1: the answer is empty; mend or remove the row"),
+        ('{"question": "q", "answer": "1", "answer": "2"}', "set.jsonl:1: not JSON that can be read: the key 'answer' stands there twice"),
         ('{"question": "a\\ud83d", "answer": "1"}', "set.jsonl:1: the question holds half of a surrogate pair"),
         ('{"question": "q", "answer": "\\udc00"}', "set.jsonl:1: the answer holds half of a surrogate pair"),
         ('{"question": "q", "answer": "1", "target": "\\udc00"}', "set.jsonl:1: the target holds half of a surrogate pair"),
@@ -56,6 +60,19 @@ def test_a_file_of_another_encoding_names_the_line_and_a_whole_pair_is_a_charact
     path.write_bytes(good + '{"question": "caf\u00e9", "answer": "1"}'.encode("latin-1"))
     with pytest.raises(ValueError, match=r"set.jsonl:2: not UTF-8 text \(byte 17 of the line: .*save it as UTF-8"):
         list(read_rows(parse_source(str(path), evaluating=False)))
+
+
+@pytest.mark.parametrize("rest", [b'{"question": "q", "answer": "1"}\n', b'\n{"question": "q", "answer": "1"}\n'])
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + rest)
+    assert [row.question for _, row in read_rows(parse_source(str(path), evaluating=False))] == ["q"]
+
+
+def test_a_directory_is_no_file_of_rows(tmp_path: Path) -> None:
+    (tmp_path / "set.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"set.jsonl is a directory; name a file in it"):
+        parse_source(str(tmp_path / "set.jsonl"), evaluating=False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Scores, bounds of time and memory, and failures, through the real worker processes."""
 
 import os
+import re
 import textwrap
 import time
 from collections.abc import Iterator
@@ -39,6 +40,11 @@ USER_FUNCTIONS = """
         if text == "huge":
             return 10**400
         return 0.25 if text == answer else 0.0
+
+    def numpy_number(text, answer):
+        import numpy
+
+        return getattr(numpy, text)(answer)
 
     def loaded_torch(text, answer):
         return float("torch" in sys.modules)
@@ -126,6 +132,19 @@ def test_a_process_that_a_reward_function_forks_sends_no_reply(user_module: str)
     with RewardPool(RewardConfig(function=f"{user_module}:hostile", workers=1, timeout_s=10.0)) as pool:
         assert pool.score(["fork", "good", "fork", "bad"], ["fork", "good", "fork", "good"]) == [0.25, 0.25, 0.25, 0.0]
         assert (pool.counters.crashes, pool.counters.timeouts) == (0, 0)
+
+
+def test_numbers_of_numpy_are_rewards(user_module: str) -> None:
+    with RewardPool(RewardConfig(function=f"{user_module}:numpy_number", workers=1, memory_mb=2048, timeout_s=60.0)) as pool:
+        assert pool.score(["float32", "float64", "int64"], ["0.5", "0.25", "2"]) == [0.5, 0.25, 2.0]
+        assert pool.score(["float32", "float32", "str_"], ["1", "nan", "1"]) == [1.0, 0.0, 0.0]
+        assert pool.counters.errors == 2
+
+
+def test_a_number_of_many_digits_is_reported_in_few(user_module: str) -> None:
+    with RewardPool(RewardConfig(function=f"{user_module}:hostile", workers=1)) as pool, pytest.raises(RuntimeError) as caught:
+        pool.score(["huge"], [""])
+    assert re.search(r"returned 10+\.\.\.0+; it must return a number within 1e\+06 of 0", str(caught.value)), caught.value
 
 
 def test_memory_kept_by_one_sample_is_not_charged_to_the_next(user_module: str) -> None:
