@@ -1,6 +1,7 @@
 """What a conversion may touch: nothing that it did not write, and nothing that came while it ran."""
 
 import os
+import shutil
 
 import pytest
 
@@ -83,14 +84,20 @@ def test_a_replacement_that_was_cut_is_undone_with_and_without_a_manifest(source
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_a_removal_that_was_cut_still_shows_that_the_directory_is_ours(source, sharded, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mark", [MANIFEST, REPLACED])
+def test_a_removal_that_was_cut_still_shows_that_the_directory_is_ours(source, sharded, tmp_path, monkeypatch, mark):
     write_bf16(tmp_path / "m", CONFIG)
-    monkeypatch.setattr(output_module, "remove_tree", lambda path: None)
-    convert(sharded, tmp_path / "m", HF_OVER)
-    monkeypatch.undo()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / ".m.old" / name).unlink()
-    assert left_behind(tmp_path / ".m.old") and (tmp_path / ".m.old" / REPLACED).is_file()
+    if mark == MANIFEST:
+        convert(sharded, tmp_path / "m", HF_OVER)
+
+    def cut(path):
+        raise OSError("cut here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut)
+        with pytest.raises(OSError, match="cut here"):
+            convert(sharded, tmp_path / "m", HF_OVER)
+    assert [p.name for p in (tmp_path / ".m.old").iterdir()] == [mark] and left_behind(tmp_path / ".m.old")
     convert(sharded, tmp_path / "m", HF_OVER)
     assert not (tmp_path / ".m.old").exists()
 
