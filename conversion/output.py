@@ -3,7 +3,7 @@
 Enters: the final path, and a fingerprint of everything that decides its contents. Leaves: the directory with its carried files, index,
 and manifest (dtype, block, scale format, sha256 of each tensor). Work happens in `.NAME.partial`; a journal there lists the shard files
 that are complete on disk, so that a run with the same fingerprint goes on after a crash and any other run starts anew. A lock keeps two
-runs apart. The final path never holds half a checkpoint.
+runs apart. The final path never holds half a checkpoint. What may be touched beside and at the final path: `replaceable`.
 """
 
 import fcntl
@@ -12,28 +12,23 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from conversion.checkpoint import INDEX, MANIFEST
-
-_JOURNAL = "journal.jsonl"
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".msgpack",
-    ".h5",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".tflite",
-    ".npz",
-    ".distcp",
-    ".index.json",
+from conversion.replaceable import (
+    JOURNAL,
+    NEW_JOURNAL,
+    REPLACED,
+    WEIGHT_SUFFIXES,
+    check_partial,
+    check_replaceable,
+    left_behind,
+    remove,
+    remove_tree,
+    resolved,
 )
 
 
@@ -44,36 +39,73 @@ class OutputDirectory:
         """Open or resume the partial directory of `final`.
 
         fingerprint: JSON-able description of source and target. overwrite: replace a checkpoint that stands at `final`.
-        Raises ValueError where `final` is not empty, is no checkpoint, or another process is writing it.
+        Raises ValueError where `final` may not be replaced, something foreign stands beside it, or another process is writing it.
         """
-        self.final = final.absolute()
+        self.final = resolved(final)
         self.path = self.final.parent / f".{self.final.name}.partial"
         self._old = self.final.parent / f".{self.final.name}.old"
-        self._recover()
-        _check_replaceable(self.final, overwrite)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
+        self._overwrite = overwrite
+        check_replaceable(self.final, overwrite)
+        check_partial(self.path)
+        self._lock = self._locked()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ValueError(f"{self.path} is being written by another process; wait for it, or choose another target") from error
-        self._journal_lock = Lock()
-        text = json.dumps(fingerprint, sort_keys=True)
-        self._digest = hashlib.sha256(text.encode()).hexdigest()
-        self.done: dict[str, dict[str, Any]] = self._resume()
+            self._recover()
+            check_replaceable(self.final, overwrite)
+            check_partial(self.path)
+            self._journal_lock = Lock()
+            text = json.dumps(fingerprint, sort_keys=True)
+            self._digest = hashlib.sha256(text.encode()).hexdigest()
+            self.done: dict[str, dict[str, Any]] = self._resume()
+        except BaseException:
+            with suppress(OSError):
+                self.path.rmdir()  # where it is empty
+            self.close()
+            raise
+
+    def _locked(self) -> int:
+        """Create the partial directory where there is none, and return a file descriptor that locks it."""
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock), self.path.stat()):
+                    return lock
+            except BlockingIOError as error:
+                os.close(lock)
+                raise ValueError(f"{self.path} is being written by another process; wait for it, or choose another target") from error
+            except FileNotFoundError:
+                pass
+            os.close(lock)  # another process published or removed the directory meanwhile
 
     def _recover(self) -> None:
         """Finish or undo a replacement that was cut between its two renames."""
-        if self._old.exists():
-            if self.final.exists():
-                shutil.rmtree(self._old)
-            else:
-                self._old.rename(self.final)
+        if self.final.exists():
+            self._check_not_publishing()
+        if not left_behind(self._old):
+            return
+        if self.final.exists():
+            remove_tree(self._old)
+        else:
+            (self._old / REPLACED).unlink(missing_ok=True)
+            self._old.rename(self.final)
+
+    def _check_not_publishing(self) -> None:
+        """Raise ValueError where another process has put its directory at the final path and is still removing the old one."""
+        published = os.open(self.final, os.O_RDONLY)
+        try:
+            fcntl.flock(published, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{self.final} is being published by another process; wait for it, or choose another target") from error
+        finally:
+            os.close(published)
 
     def _resume(self) -> dict[str, dict[str, Any]]:
         """Return the complete shard files of an earlier run with this fingerprint; empty the directory where there are none."""
-        journal = self.path / _JOURNAL
+        journal = self.path / JOURNAL
         lines = journal.read_text(encoding="utf-8").splitlines() if journal.is_file() else []
         done: dict[str, dict[str, Any]] = {}
         if lines and lines[0] == self._digest:
@@ -85,24 +117,25 @@ class OutputDirectory:
                 file = self.path / entry["file"]
                 if file.is_file() and file.stat().st_size == entry["file_bytes"]:
                     done[entry["file"]] = entry
-        for child in self.path.iterdir():
-            if child.is_dir():
-                shutil.rmtree(child)
-            elif child.name not in done:
-                child.unlink()
         self._write_journal(done)
+        for child in self.path.iterdir():
+            if child.name not in done and child.name != JOURNAL:
+                remove(child)
         return done
 
     def _write_journal(self, done: dict[str, dict[str, Any]]) -> None:
-        with (self.path / _JOURNAL).open("w", encoding="utf-8") as file:
+        """Replace the journal whole: without one the directory would not be known as ours."""
+        new = self.path / NEW_JOURNAL
+        with new.open("w", encoding="utf-8") as file:
             file.write("\n".join([self._digest, *(json.dumps(entry) for entry in done.values())]) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        new.replace(self.path / JOURNAL)
 
     def record(self, name: str, tensors: dict[str, dict[str, Any]]) -> None:
         """Note that shard file `name` is complete and on disk, with a description of each tensor."""
         entry = {"file": name, "file_bytes": (self.path / name).stat().st_size, "tensors": tensors}
-        with self._journal_lock, (self.path / _JOURNAL).open("a", encoding="utf-8") as file:
+        with self._journal_lock, (self.path / JOURNAL).open("a", encoding="utf-8") as file:
             self.done[name] = entry
             file.write(json.dumps(entry) + "\n")
             file.flush()
@@ -138,17 +171,30 @@ class OutputDirectory:
             self.write_text(str(Path(into) / "config.json"), json.dumps(config, indent=2) + "\n")
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, sync, and rename the directory to its final place, replacing what stood there."""
+        """Write the manifest, sync, and rename the directory to its final place, replacing what stood there.
+
+        Raises ValueError where something that may not be replaced came to the final path meanwhile.
+        """
+        try:
+            check_replaceable(self.final, self._overwrite)
+        except ValueError as error:
+            raise ValueError(f"{error}; what was converted waits in {self.path} for the same command") from error
         files = {name: self.done[name]["tensors"] for name in sorted(self.done)}
         self.write_text(MANIFEST, json.dumps({**manifest, "files": files}, indent=1, sort_keys=True) + "\n")
-        (self.path / _JOURNAL).unlink()
+        (self.path / JOURNAL).unlink()
         _sync(self.path)
-        if self.final.exists():
+        if self.final.exists() and any(self.final.iterdir()):
+            if not (self.final / MANIFEST).is_file():
+                (self.final / REPLACED).touch()
             self.final.rename(self._old)
         self.path.rename(self.final)
         _sync(self.final.parent)
-        if self._old.exists():
-            shutil.rmtree(self._old)
+        if left_behind(self._old):
+            remove_tree(self._old)
+
+    def discard(self) -> None:
+        """Remove the partial directory, which no other run could use."""
+        remove_tree(self.path)
 
     def close(self) -> None:
         """Release the lock; what is not published stays for the next run to resume."""
@@ -162,18 +208,9 @@ def carried_files(source: Path) -> list[Path]:
 
     def travels(path: Path) -> bool:
         hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
-        return path.is_file() and not hidden and not path.name.endswith(_WEIGHT_SUFFIXES) and path.name not in (INDEX, MANIFEST)
+        return path.is_file() and not hidden and not path.name.endswith(WEIGHT_SUFFIXES) and path.name not in (INDEX, MANIFEST)
 
     return sorted(p for p in source.rglob("*") if travels(p))
-
-
-def _check_replaceable(final: Path, overwrite: bool) -> None:
-    if not final.exists() or (final.is_dir() and not any(final.iterdir())):
-        return
-    if not overwrite:
-        raise ValueError(f"{final} is not empty; choose another target, or pass overwrite (--overwrite) to replace it")
-    if not final.is_dir() or not any((final / name).is_file() for name in (MANIFEST, "config.json")):
-        raise ValueError(f"{final} does not look like a checkpoint, so it is not replaced; remove it yourself or choose another target")
 
 
 def _sync(path: Path) -> None:
