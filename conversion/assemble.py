@@ -111,7 +111,7 @@ def _dequantized(source: Checkpoint, op: CopyOp) -> np.ndarray:
     rows, cols = ((b[0] * BLOCK, min(b[1] * BLOCK, limit)) for b, limit in zip(blocks, limits, strict=True))
     codes = np.empty((rows[1] - rows[0], cols[1] - cols[0]), np.uint8)
     source.read(op.source, rows, cols, codes)
-    values = dequantize_bytes(codes, source.read_scales(op.source, *blocks))
+    values = dequantize_bytes(f"{op.source.location}:{op.source.name}", codes, source.read_scales(op.source, *blocks))
     first = (op.source_cols[0] - cols[0]) * 2
     width = (op.source_cols[1] - op.source_cols[0]) * 2
     return values[op.source_rows[0] - rows[0] : op.source_rows[1] - rows[0], first : first + width]

@@ -13,10 +13,16 @@ from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.quantize import quantize
 
 
-def dequantize_bytes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return BF16 bytes [rows, 2 * columns] uint8 of block-aligned codes [rows, columns] uint8 and scales [blocks, blocks] float32."""
+def dequantize_bytes(where: str, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return BF16 bytes [rows, 2 * columns] uint8 of block-aligned codes [rows, columns] uint8 and scales [blocks, blocks] float32.
+
+    where: tensor name for the message. Raises ValueError where a code is NaN, or where a value is beyond what BF16 holds.
+    """
     block_scaled = BlockScaled(torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales), (BLOCK, BLOCK))
-    return block_scaled.dequantize(torch.bfloat16).view(torch.uint8).numpy()
+    values = block_scaled.dequantize(torch.bfloat16)
+    if not torch.isfinite(values).all():
+        raise ValueError(f"{where}: the FP8 weight holds NaN codes, or values that are Inf in BF16; the source checkpoint is damaged")
+    return values.view(torch.uint8).numpy()
 
 
 def quantize_bytes(where: str, bf16: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,6 +12,7 @@ Megatron-core wrote, the model's config has to be named.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from conversion.files import ITEM_BYTES, SafetensorsFile, TensorReader
 from conversion.layout import ParallelLayout, check_layout_of
 from conversion.names import FIRST_STAGE, LM_HEAD, SCALE_SUFFIX, check_names, is_non_weight
 from conversion.quantization_config import fp8_modules_of
+from conversion.reading import of_type, reading
 from conversion.scales import SCALE_DTYPES, check_scales, scales_to_fp32
 from conversion.shards import HF, TORCH_DIST, StoredTensor, hf_tensors, megatron_tensors, rank_keys, torch_dist_tensors
 from conversion.torch_dist_reader import METADATA, TorchDistReader
@@ -31,6 +33,10 @@ from conversion.torch_dist_reader import METADATA, TorchDistReader
 INDEX = "model.safetensors.index.json"
 MANIFEST = "conversion_manifest.json"
 CARRIED = "hf"
+FORMAT_VERSION = 1
+"""Of the manifest."""
+KINDS = ("hf", "megatron", "torch_dist")
+_RANK_FILE = re.compile(r"pp\d+-tp\d+-vp\d+\.safetensors")
 
 
 @dataclass(kw_only=True)
@@ -91,9 +97,12 @@ def open_checkpoint(path: str | Path, hf_config: str | Path | None = None) -> Ch
 def kind_of(path: Path) -> str:
     """Tell `hf`, `megatron` and `torch_dist` apart by what the directory holds."""
     if (path / MANIFEST).is_file():
-        kind = read_manifest(path).get("kind")
-        if kind in ("hf", "megatron", "torch_dist"):
-            return str(kind)
+        return str(read_manifest(path)["kind"])
+    ranks = sorted(p.name for p in path.glob("*.safetensors") if _RANK_FILE.fullmatch(p.name))
+    if ranks:
+        raise ValueError(
+            f"{path} holds {ranks[0]}, a shard of Megatron ranks, but no {MANIFEST}, which names their layout; copy it, or convert again"
+        )
     backend = path / "metadata.json"
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return "torch_dist"
@@ -103,13 +112,25 @@ def kind_of(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a directory that this package wrote; raises ValueError where it is not JSON."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path / MANIFEST} cannot be read ({error}); the directory is incomplete, convert again") from error
-    if not isinstance(manifest, dict):
-        raise ValueError(f"{path / MANIFEST} is not a JSON object; the directory is damaged, convert again")
+    """Return the manifest of a directory that this package wrote; raises ValueError where it is damaged or of another version."""
+    file = path / MANIFEST
+    with reading(file, "the manifest"):
+        manifest: dict[str, Any] = of_type(json.loads(file.read_text(encoding="utf-8")), dict)
+        if manifest.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"{file}: format_version is {manifest.get('format_version')!r}; this version reads {FORMAT_VERSION}: convert again, or "
+                "use the version that wrote it"
+            )
+        if manifest.get("kind") not in KINDS:
+            raise ValueError(f"{file}: kind is {manifest.get('kind')!r}; it must be one of {', '.join(KINDS)}, convert again")
+        for module in of_type(manifest["fp8_modules"], list):
+            of_type(module, str)
+        for tensors in of_type(manifest["files"], dict).values():
+            for described in of_type(tensors, dict).values():
+                of_type(described["sha256"], str)
+        layout = of_type(manifest["layout"], *((dict,) if manifest["kind"] == "megatron" else (type(None),))) or {}
+        for key, value in layout.items():
+            of_type(value, *((str,) if key == "row_parallel" else (int, type(None)) if key.endswith("_stage_layers") else (int,)))
     return manifest
 
 
@@ -132,7 +153,12 @@ def _check_tied_head(head: SafetensorsFile, by_name: dict[str, SafetensorsFile])
     embedding = "model.embed_tokens.weight"
     if embedding not in by_name or head.entries[LM_HEAD].shape != by_name[embedding].entries[embedding].shape:
         raise ValueError(f"{head.path}: tie_word_embeddings is true, but {LM_HEAD} has another shape than {embedding}")
-    entry = head.entries[LM_HEAD]
+    entry, dtype = head.entries[LM_HEAD], by_name[embedding].entries[embedding].dtype
+    if entry.dtype != dtype:
+        raise ValueError(
+            f"{head.path}: tie_word_embeddings is true, but {LM_HEAD} is {entry.dtype} and {embedding} {dtype}; remove the head, or save "
+            "the model in bfloat16"
+        )
     step = max(1, 2**24 // entry.row_bytes)
     for first in range(0, entry.shape[0], step):
         rows = (first, min(first + step, entry.shape[0]))
@@ -150,11 +176,11 @@ def _hf_files(path: Path) -> dict[str, SafetensorsFile]:
     """Return tensor name -> file, after checking that index and shards agree."""
     index_path = path / INDEX
     if index_path.is_file():
-        try:
-            weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{index_path} has no readable weight_map ({error!r}); copy the file again") from error
-        names = sorted(set(weight_map.values()))
+        with reading(index_path, "weight_map"):
+            weight_map = of_type(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"], dict)
+            names = sorted({of_type(name, str) for name in weight_map.values()})
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{index_path} names {outside[0]!r}, which is not a file beside it; copy the index again")
     else:
         names = sorted(p.name for p in path.glob("*.safetensors"))
         if len(names) != 1:
@@ -179,10 +205,9 @@ def _hf_files(path: Path) -> dict[str, SafetensorsFile]:
 
 def _open_megatron(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
-    try:
-        layout, fp8 = ParallelLayout(**manifest["layout"]), frozenset(manifest["fp8_modules"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST} has no readable layout or fp8_modules ({error}); convert again") from error
+    with reading(path / MANIFEST, "layout"):
+        layout = ParallelLayout(**manifest["layout"])
+    fp8 = frozenset(manifest["fp8_modules"])
     return open_rank_shards(path, ModelArchitecture.from_hf_directory(path / CARRIED), layout, fp8, path / CARRIED)
 
 

@@ -135,6 +135,7 @@ def execute(plan: Plan, run: Execution, progress: Progress | None = None) -> Non
             _wait(pool, [pool.submit(_write_target, t, shard, run, scratch, progress) for t, shard in order])
             _wait(flusher, [sync for shard in shards.values() for sync in shard.syncs])
         finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # Ctrl-C ends behind the tensors that are being written, not behind all
             flusher.shutdown(wait=True, cancel_futures=True)
             for shard in shards.values():
                 shard.abandon()

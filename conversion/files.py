@@ -7,6 +7,7 @@ Left out: which files make up a checkpoint (`checkpoint`), and what a dtype mean
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
+from conversion.reading import of_type, reading, whole_numbers
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F64": 8, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 _MAX_HEADER_BYTES = 100_000_000
@@ -23,7 +26,7 @@ _SCATTER_BYTES = 2048
 
 
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[dtype]
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row (all axes but the first)."""
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -109,21 +112,21 @@ class SafetensorsFile:
             raise ValueError(
                 f"{self.path}: {size} bytes are not a safetensors file (header length {length}); the file is truncated or damaged"
             )
-        try:
+        with reading(self.path, "the header"):
             header = json.loads(os.pread(self._fd, length, 8), object_pairs_hook=self._unique)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.path}: the header is not JSON ({error}); the file is damaged") from error
-        metadata = header.pop("__metadata__", {})
+            metadata = dict(of_type(header.pop("__metadata__", {}), dict))
+            described = sorted(
+                (whole_numbers(info["data_offsets"]), name, of_type(info["dtype"], str), whole_numbers(info["shape"]))
+                for name, info in header.items()
+            )
         entries: dict[str, TensorEntry] = {}
         end = 0
-        for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if info["dtype"] not in ITEM_BYTES:
-                raise ValueError(f"{self.path}: {name} has dtype {info['dtype']}; known are {', '.join(ITEM_BYTES)}")
-            entry = TensorEntry(info["dtype"], tuple(info["shape"]), 8 + length + info["data_offsets"][0])
-            if info["data_offsets"] != [end, end + entry.num_bytes]:
-                raise ValueError(
-                    f"{self.path}: {name} lies at {info['data_offsets']}, expected [{end}, {end + entry.num_bytes}]; damaged header"
-                )
+        for offsets, name, dtype, shape in described:
+            if dtype not in ITEM_BYTES:
+                raise ValueError(f"{self.path}: {name} has dtype {dtype}; known are {', '.join(ITEM_BYTES)}")
+            entry = TensorEntry(dtype, shape, 8 + length + end)
+            if offsets != (end, end + entry.num_bytes):
+                raise ValueError(f"{self.path}: {name} lies at {list(offsets)}, expected [{end}, {end + entry.num_bytes}]; damaged header")
             entries[name] = entry
             end += entry.num_bytes
         if size != 8 + length + end:

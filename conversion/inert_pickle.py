@@ -6,6 +6,7 @@ holds the name of its class or function, the arguments it was called with and it
 
 import io
 import pickle
+import struct
 from typing import Any
 
 
@@ -31,6 +32,21 @@ class Inert:
         self.state = state
 
 
+_DAMAGE = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+)
+
+
 class _Reader(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -50,5 +66,5 @@ def read_pickle(data: bytes, where: str) -> Any:
     """Read one pickle; where: names its place in messages. Raises ValueError where it is truncated or damaged."""
     try:
         return _Reader(data).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, MemoryError) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{where} is not a readable pickle ({error!r}); the file is truncated or damaged, copy it again") from error

@@ -117,7 +117,10 @@ def fp8_modules(arch: ModelArchitecture, bf16_layers: tuple[str, ...] = ()) -> f
     always = ("lm_head", "model.embed_tokens")
     for glob in bf16_layers:
         if not any(fnmatchcase(m, glob) for m in (*modules, *always)):
-            raise ValueError(f"bf16_layers: {glob!r} matches no linear; names look like {modules[-1]}, a glob like *.mlp.down_proj")
+            raise ValueError(
+                f"--bf16-layer (precision.bf16_layers of a recipe): {glob!r} matches no linear; names look like {modules[-1]}, a glob like "
+                "*.mlp.down_proj"
+            )
     kept = frozenset(m for m in modules if not any(fnmatchcase(m, glob) for glob in bf16_layers))
     check_merged_precision(arch, kept)
     return kept
@@ -150,7 +153,9 @@ def check_layout_of(arch: ModelArchitecture, layout: ParallelLayout, modules: fr
     problem = next(_problems(arch, layout.tp, layout.row_parallel, kinds), None)
     if problem is not None:
         works = [tp for tp in range(1, MAX_TP + 1) if next(_problems(arch, tp, layout.row_parallel, kinds), None) is None]
-        listed = ", ".join(map(str, works)) or "none; keep such layers BF16 with precision.bf16_layers"
+        listed = ", ".join(map(str, works)) or "none"
+        if not works and next(_problems(arch, 1, layout.row_parallel, frozenset()), None) is None:
+            listed += " in FP8; keep such layers BF16 where they are quantised: --bf16-layer, or precision.bf16_layers of a recipe"
         raise ValueError(f"tp={layout.tp} is illegal for this model: {problem}; TP degrees that work: {listed}")
     stage_layers(arch, layout)
 

@@ -31,8 +31,14 @@ def fp8_modules_of(config: Mapping[str, Any], arch: ModelArchitecture, tensor_na
         if scaled:
             raise ValueError(f"config.json has no quantization_config, but {len(scaled)} linears have scales, such as {min(scaled)}")
         return frozenset()
+    ignored = _check_types(quantization)
     _check_scheme(quantization)
-    ignored = [entry for key in _IGNORE_KEYS for entry in quantization.get(key) or ()]
+    others = sorted(scaled - set(linear_modules(arch)))
+    if others:
+        raise ValueError(
+            f"{others[0]} has FP8 scales, as {len(others)} modules do that are not linears of the layers; embedding, norms and head must "
+            "be BF16: leave them out of quantisation (modules_to_not_convert) and export again"
+        )
     both = sorted(m for m in scaled if _is_ignored(m, ignored))
     neither = sorted(m for m in linear_modules(arch) if m not in scaled and not _is_ignored(m, ignored))
     if both or neither:
@@ -54,6 +60,22 @@ def quantization_config(arch: ModelArchitecture, fp8: frozenset[str]) -> dict[st
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": [*ignored, "lm_head"],
     }
+
+
+def _check_types(quantization: Any) -> list[str]:
+    """Return the ignore list; raises ValueError naming the key whose value has another type than JSON of a block-FP8 export."""
+    if not isinstance(quantization, Mapping):
+        raise ValueError(f"quantization_config is {quantization!r}; it must be an object, config.json is damaged or of another format")
+    ignored: list[str] = []
+    for key in (*_IGNORE_KEYS, "weight_block_size"):
+        value = quantization.get(key)
+        item = int if key == "weight_block_size" else str
+        if value is not None and not (isinstance(value, list) and all(type(entry) is item for entry in value)):
+            kind = "whole numbers" if item is int else "module names"
+            raise ValueError(f"quantization_config.{key} is {value!r}; it must be a list of {kind}, config.json is damaged")
+        if item is str:
+            ignored += value or []
+    return ignored
 
 
 def _check_scheme(quantization: Mapping[str, Any]) -> None:

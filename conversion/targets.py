@@ -51,7 +51,12 @@ class Target:
         if self.cast not in (None, "bf16", "fp32", "ue8m0"):
             raise ValueError(f"cast is {self.cast!r}; it must be bf16, fp32, ue8m0 or nothing")
         if self.bf16_layers and self.cast not in ("fp32", "ue8m0"):
-            raise ValueError("bf16_layers says which linears quantising leaves out; it needs cast fp32 or ue8m0")
+            raise ValueError(
+                f"--bf16-layer {', '.join(self.bf16_layers)} (bf16_layers) names linears that quantising leaves out, but nothing is "
+                "quantised; add --cast fp8 (cast='fp32' or 'ue8m0') or leave it out"
+            )
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"a shard of {self.max_shard_bytes} bytes holds nothing; --max-shard-gb (max_shard_bytes) must be above 0")
 
 
 class TargetKind(ABC):
@@ -116,6 +121,11 @@ class TorchDist(TargetKind):
 
     def describe(self, arch: ModelArchitecture, target: Target, fp8: frozenset[str]) -> tuple[list[StoredTensor], FileOf]:
         """Deal the global tensors over files."""
+        if fp8 and target.cast is not None:
+            raise ValueError(
+                "a torch_dist checkpoint holds the actor's BF16 parameters, which nothing may quantise; leave --cast fp8 "
+                f"(cast={target.cast!r}) out, or write --format ranks (kind='megatron')"
+            )
         if fp8:
             raise ValueError(
                 f"a torch_dist checkpoint holds the actor's BF16 parameters, but {len(fp8)} linears would be FP8; dequantise them with "

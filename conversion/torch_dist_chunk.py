@@ -5,6 +5,7 @@ Enters: an open file and the span of one item. An item is what `torch.save` writ
 """
 
 import io
+import math
 import os
 import struct
 import zipfile
@@ -15,6 +16,7 @@ import numpy as np
 
 from conversion.files import ITEM_BYTES, fill
 from conversion.inert_pickle import Inert, read_pickle
+from conversion.reading import reading, whole_numbers
 
 TORCH_DTYPES = {
     "BFloat16": "BF16",
@@ -45,6 +47,10 @@ METADATA_DTYPES = {
 }
 """The same by the name of the dtype."""
 _CHECK_BYTES = 2**24
+
+
+class ChecksumError(ValueError):
+    """The bytes of a tensor are not those that were written."""
 
 
 class _Span(io.RawIOBase):
@@ -83,16 +89,18 @@ class Chunk:
         """
         self._fd, self.path, self._what = fd, path, what
         try:
-            with zipfile.ZipFile(_Span(fd, start, length)) as archive:
+            with reading(path, what), zipfile.ZipFile(_Span(fd, start, length)) as archive:
                 members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                if "data.pkl" not in members or "data/0" not in members:
+                    raise zipfile.BadZipFile(f"members {', '.join(sorted(members))[:200]}; expected data.pkl and data/0")
                 description, data = members["data.pkl"], members["data/0"]
                 self.dtype, self.shape = self._describe(archive.read(description))
-        except (zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError) as error:
+                header = os.pread(fd, 30, start + data.header_offset)
+                self._offset = start + data.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+        except (zipfile.BadZipFile, zlib.error, OSError, EOFError, NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{path}: {what} is not a tensor that torch.save wrote ({error!r}); the file is damaged") from error
         if data.compress_type != zipfile.ZIP_STORED or data.file_size != self.num_bytes:
             raise ValueError(f"{path}: {what} has {data.file_size} bytes for shape {self.shape}, expected {self.num_bytes}; damaged file")
-        header = os.pread(fd, 30, start + data.header_offset)
-        self._offset = start + data.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         self._crc = data.CRC
         self._checked = data.CRC == 0  # torch was told not to compute checksums
         if self._offset + self.num_bytes > start + length:
@@ -104,21 +112,24 @@ class Chunk:
             tensor = tensor.args[0]
         if not isinstance(tensor, Inert) or tensor.path != "torch._utils._rebuild_tensor_v2":
             raise ValueError(f"{self.path}: {self._what} is not a plain tensor; save the model's parameters as dense tensors")
-        (_, storage, _, _, _), first, shape, stride = tensor.args[:4]
+        storage, first = tensor.args[0][1], tensor.args[1]
+        shape, stride = whole_numbers(tensor.args[2]), whole_numbers(tensor.args[3])
+        if len(shape) != len(stride):
+            raise TypeError(f"shape {shape} has another length than stride {stride}")
         storage_name = storage.path.removeprefix("torch.").removesuffix("Storage")
-        wanted = tuple(int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape)))
+        wanted = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         cut = any(have != want for have, want, size in zip(stride, wanted, shape, strict=True) if size > 1)
         if storage_name not in TORCH_DTYPES or first != 0 or cut:
             raise ValueError(
                 f"{self.path}: {self._what} is a {storage_name} tensor of stride {stride} from element {first}; expected row-major "
                 "memory of a known dtype"
             )
-        return TORCH_DTYPES[storage_name], tuple(shape)
+        return TORCH_DTYPES[storage_name], shape
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def fill(self, flat: np.ndarray, at: int) -> None:
         """Read bytes from position `at` of the tensor into a contiguous uint8 array; the first call checks the checksum of all of it."""
@@ -133,5 +144,5 @@ class Chunk:
             fill(self._fd, self.path, part, self._offset + at)
             crc = zlib.crc32(part, crc)
         if crc != self._crc:
-            raise ValueError(f"{self.path}: {self._what} is not what was written (crc32 differs); the file is damaged, copy it again")
+            raise ChecksumError(f"{self.path}: {self._what} is not what was written (crc32 differs); the file is damaged, copy it again")
         self._checked = True

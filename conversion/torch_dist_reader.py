@@ -9,6 +9,7 @@ Checked on opening: chunks cover each tensor exactly once, and every chunk lies 
 A chunk's checksum is checked when it is first read. Left out: optimizer state and objects, which are passed over.
 """
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -20,6 +21,7 @@ import numpy as np
 
 from conversion.files import ITEM_BYTES, TensorInfo
 from conversion.inert_pickle import Inert, read_pickle
+from conversion.reading import of_type, reading, whole_numbers
 from conversion.torch_dist_chunk import METADATA_DTYPES, Chunk
 
 METADATA = ".metadata"
@@ -37,6 +39,29 @@ class _Tile:
     cols: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the metadata says that a chunk lies."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: Any
+
+
+_Places = dict[tuple[str, tuple[int, ...]], _Place]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What the metadata says of one tensor; chunks: (first element, extent) of each."""
+
+    key: str
+    size: tuple[int, ...]
+    dtype: str
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
 class TorchDistReader:
     """The tensors of one directory; safe to read from several threads at once."""
 
@@ -46,6 +71,8 @@ class TorchDistReader:
         self._fds: dict[str, int] = {}
         self.entries: dict[str, TensorInfo] = {}
         self._tiles: dict[str, list[_Tile]] = defaultdict(list)
+        self.ends: dict[str, int] = {}
+        """File -> behind its last byte that the metadata names, tensors that are passed over and objects included."""
         try:
             self._open()
         except BaseException:
@@ -61,41 +88,38 @@ class TorchDistReader:
         file = self.path / METADATA
         if not file.is_file():
             raise ValueError(f"{file} does not exist; without it the *.distcp files cannot be read, copy the directory again")
-        state = _state_of(read_pickle(file.read_bytes(), str(file)), "Metadata", file)
-        places: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for index, info in state["storage_data"].items():
-            place = _state_of(index, "MetadataIndex", file)
-            if place.get("offset") is not None:
-                places[place["fqn"], _ints(place["offset"])] = _state_of(info, "_StorageInfo", file)
+        pickled = read_pickle(file.read_bytes(), str(file))
+        with reading(file, "the metadata"):
+            state = _state_of(pickled, "Metadata", file)
+            places = _places(state, self.ends, file)
+            described = _described(state, file)
         halves: dict[str, int] = {}
-        for key, described in state["state_dict_metadata"].items():
-            if _name_of(described) == "TensorStorageMetadata" and not key.startswith(_NOT_MODEL):
-                self._add(key, _state_of(described, "TensorStorageMetadata", file), places, halves)
+        for tensor in described:
+            self._add(tensor, places, halves)
         odd = sorted(name for name, count in halves.items() if count != 2)
         if odd:
             raise ValueError(f"{file}: {odd[0]} has one of its halves _w and _v; the checkpoint is incomplete")
 
-    def _add(self, key: str, state: dict[str, Any], places: dict[Any, Any], halves: dict[str, int]) -> None:
+    def _add(self, tensor: "_Described", places: "_Places", halves: dict[str, int]) -> None:
         """Take one tensor of the metadata in: find its chunks, check them, and name the tensors they make up."""
-        size = _ints(state["size"])
+        key, size, promised = tensor.key, tensor.size, tensor.dtype
         stacked = _STACKED.match(key) is not None and len(size) > 1
         layers = size[0] if stacked else 1
         shape = size[1:] if stacked else size
         name, half = next(((key[: -len(end)], at) for end, at in _HALVES if key.endswith(f".weight{end}")), (key, None))
         if half is not None:
             halves[name] = halves.get(name, 0) + 1
-        promised = _dtype_of(state["properties"], key, self.path / METADATA)
+        if len(shape) not in (1, 2):
+            raise ValueError(f"{self.path}: {key} has shape {size}; a parameter of the model is a vector or a matrix, save without it")
         covered = 0
         tiles: dict[str, list[_Tile]] = defaultdict(list)
-        for part in state["chunks"]:
-            inside = _state_of(part, "ChunkStorageMetadata", self.path / METADATA)
-            first, extent = _ints(inside["offsets"]), _ints(inside["sizes"])
+        for first, extent in tensor.chunks:
             chunk = self._chunk(key, first, extent, places)
             if chunk.dtype != promised:
                 raise ValueError(
                     f"{chunk.path}: {key} at {first} is {chunk.dtype}, {METADATA} says {promised}; they are of different checkpoints"
                 )
-            covered += int(np.prod(extent, dtype=np.int64))
+            covered += math.prod(extent)
             if stacked and extent[0] != 1:
                 raise ValueError(f"{self.path}: {key} holds {extent[0]} layers in one chunk; Megatron-core writes one layer a chunk")
             here = name if not stacked else name.replace("decoder.layers.", f"decoder.layers.{first[0]}.", 1)
@@ -103,7 +127,7 @@ class TorchDistReader:
             down = half * shape[0] if half else 0
             rows = (where[0] + down, where[0] + down + span[0])
             tiles[here].append(_Tile(chunk, rows, (where[1], where[1] + span[1]) if len(shape) > 1 else (0, 1)))
-        if covered != int(np.prod(size, dtype=np.int64)) or len(tiles) != layers or _any_overlap(tiles):
+        if covered != math.prod(size) or len(tiles) != layers or _any_overlap(tiles):
             raise ValueError(f"{self.path}: the chunks of {key} do not cover its {size} elements exactly once; {METADATA} is damaged")
         for here, mine in tiles.items():
             entry = TensorInfo(promised, _whole_shape(shape, half))
@@ -113,14 +137,14 @@ class TorchDistReader:
                 raise ValueError(f"{self.path}: the halves _w and _v of {here} differ: {self.entries[here]} and {entry}; save them again")
             self._tiles[here] += mine
 
-    def _chunk(self, key: str, first: tuple[int, ...], extent: tuple[int, ...], places: dict[Any, Any]) -> Chunk:
+    def _chunk(self, key: str, first: tuple[int, ...], extent: tuple[int, ...], places: "_Places") -> Chunk:
         what = f"{key} at {first}"
         place = places.get((key, first))
         if place is None:
             raise ValueError(f"{self.path}: {what} is in no file according to {METADATA}; the checkpoint is incomplete")
-        if place.get("transform_descriptors"):
-            raise ValueError(f"{self.path}: {what} is stored as {place['transform_descriptors']}; save without such extensions")
-        name = place["relative_path"]
+        if place.transforms:
+            raise ValueError(f"{self.path}: {what} is stored as {place.transforms}; save without such extensions")
+        name = place.file
         if Path(name).name != name:
             raise ValueError(f"{self.path}: {what} is said to lie in {name!r}, outside the directory; {METADATA} is damaged")
         file = self.path / name
@@ -129,9 +153,9 @@ class TorchDistReader:
                 raise ValueError(f"{file} does not exist; the checkpoint is incomplete, copy the file again")
             self._fds[name] = os.open(file, os.O_RDONLY)
         fd = self._fds[name]
-        if place["offset"] < 0 or place["offset"] + place["length"] > os.fstat(fd).st_size:
-            raise ValueError(f"{file}: {what} ends at byte {place['offset'] + place['length']}, behind the file's end; it is truncated")
-        chunk = Chunk(fd, file, place["offset"], place["length"], what)
+        if place.offset + place.length > os.fstat(fd).st_size:
+            raise ValueError(f"{file}: {what} ends at byte {place.offset + place.length}, behind the file's end; it is truncated")
+        chunk = Chunk(fd, file, place.offset, place.length, what)
         if tuple(n for n in chunk.shape if n != 1) != tuple(n for n in extent if n != 1):
             raise ValueError(f"{file}: {what} has shape {chunk.shape}, {METADATA} says {extent}; they are of different checkpoints")
         return chunk
@@ -207,4 +231,38 @@ def _dtype_of(properties: Any, key: str, file: Path) -> str:
 
 def _ints(size: Any) -> tuple[int, ...]:
     """Read a recorded torch.Size."""
-    return tuple(int(n) for n in (size.args[0] if isinstance(size, Inert) and size.args else ()))
+    if not isinstance(size, Inert):
+        raise TypeError(f"{size!r} is not a torch.Size")
+    return whole_numbers(size.args[0] if size.args else ())
+
+
+def _places(state: dict[str, Any], ends: dict[str, int], file: Path) -> _Places:
+    """Read where every chunk lies, and into `ends` how far each file reaches."""
+    places: _Places = {}
+    for index, info in state["storage_data"].items():
+        key, said = _state_of(index, "MetadataIndex", file), _state_of(info, "_StorageInfo", file)
+        name = of_type(said["relative_path"], str)
+        offset, length = whole_numbers((said["offset"], said["length"]))
+        ends[name] = max(ends.get(name, 0), offset + length)
+        if key.get("offset") is not None:
+            places[of_type(key["fqn"], str), _ints(key["offset"])] = _Place(name, offset, length, said.get("transform_descriptors"))
+    return places
+
+
+def _described(state: dict[str, Any], file: Path) -> list[_Described]:
+    """Read the shapes, dtypes and chunks of the model's tensors."""
+    tensors: list[_Described] = []
+    for key, described in state["state_dict_metadata"].items():
+        if _name_of(described) != "TensorStorageMetadata" or key.startswith(_NOT_MODEL):
+            continue
+        said = _state_of(described, "TensorStorageMetadata", file)
+        size, dtype = _ints(said["size"]), _dtype_of(said["properties"], key, file)
+        chunks = []
+        for part in said["chunks"]:
+            inside = _state_of(part, "ChunkStorageMetadata", file)
+            first, extent = _ints(inside["offsets"]), _ints(inside["sizes"])
+            if not len(first) == len(extent) == len(size) or any(f + e > s for f, e, s in zip(first, extent, size, strict=True)):
+                raise ValueError(f"{file}: a chunk of {key} at {first} with {extent} elements lies outside {size}; it is damaged")
+            chunks.append((first, extent))
+        tensors.append(_Described(key, size, dtype, chunks))
+    return tensors

@@ -5,20 +5,20 @@ dtypes on disk do not count, their values do. With `values` FP8 tensors are dequ
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from conversion.assemble import assemble, check_replicas
-from conversion.checkpoint import MANIFEST, Checkpoint, read_manifest
+from conversion.checkpoint import INDEX, MANIFEST, Checkpoint, open_checkpoint, read_manifest
 from conversion.execute import Progress
-from conversion.files import SafetensorsFile, TensorReader, read_all
+from conversion.files import read_all
 from conversion.layout import BLOCK
 from conversion.plan import Plan, TargetPlan, make_plan
 from conversion.shards import hf_tensors
+from conversion.torch_dist_chunk import ChecksumError
 from conversion.torch_dist_reader import TorchDistReader
 
 
@@ -29,7 +29,7 @@ class Difference:
     tensor: str
     """Canonical name; `_scale_inv` is appended where the scale differs."""
     what: str
-    """`precision`, `element`, `code`, `scale` or `architecture`."""
+    """`precision`, `element`, `code`, `scale`, `architecture`, or `sha256` of all bytes of a tensor against its manifest."""
     block: tuple[int, int] | None
     """128x128 block (row, column)."""
     index: tuple[int, int] | None
@@ -104,34 +104,68 @@ def _show(element: np.generic) -> str:
     return f"{float(value)!r} (0x{bits:04x})"
 
 
-def check_manifest(path: Path, progress: Progress | None = None) -> int:
-    """Compare every tensor with the sha256 in the manifest; return how many were checked.
+def check_manifest(path: Path, progress: Progress | None = None) -> tuple[int, Difference | None]:
+    """Compare every tensor with the sha256 in the manifest, after checking that the directory is whole.
 
-    Raises ValueError where there is no manifest, and naming the first tensor whose bytes are not those that were written.
+    Returns how many tensors are equal, and the first that is not, or None. Raises ValueError where there is no manifest, and where a file
+    of this kind and layout is missing or spare.
     """
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} has no {MANIFEST}; give a second checkpoint to compare with")
-    checked = 0
-    for file, entry in _readers(path):
-        try:
-            if set(entry) != set(file.entries):
-                raise ValueError(f"{file.path} and the manifest list other tensors: {sorted(set(entry) ^ set(file.entries))[:8]}")
-            for name, described in entry.items():
-                if hashlib.sha256(read_all(file, name)).hexdigest() != described["sha256"]:
-                    raise ValueError(f"{file.path}: {name} is not what was written (sha256 differs); the file is damaged, convert again")
+    said = read_manifest(path)["files"]
+    checkpoint = open_checkpoint(path)
+    try:
+        _check_files(checkpoint, said)
+        checked = 0
+        for file_name, tensors in said.items():
+            for name, described in tensors.items():
+                reader = checkpoint.files[_location(checkpoint, file_name), name]
+                try:
+                    found = hashlib.sha256(read_all(reader, name)).hexdigest()
+                except ChecksumError as error:
+                    found = str(error)
+                if found != described["sha256"]:
+                    return checked, Difference(f"{file_name}: {name}", "sha256", None, None, (described["sha256"], found))
                 checked += 1
                 if progress is not None:
-                    progress(file.entries[name].num_bytes)
-        finally:
-            file.close()
-    return checked
+                    progress(reader.entries[name].num_bytes)
+    finally:
+        checkpoint.close()
+    return checked, None
 
 
-def _readers(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any]]]:
-    """Yield what can be read and what the manifest says of its tensors: file by file, a torch_dist directory as a whole."""
-    manifest = read_manifest(path)
-    if manifest.get("kind") == "torch_dist":
-        yield TorchDistReader(path), {name: said for entry in manifest["files"].values() for name, said in entry.items()}
-        return
-    for file_name, entry in manifest["files"].items():
-        yield SafetensorsFile(path / file_name), entry
+def _location(checkpoint: Checkpoint, file_name: str) -> str:
+    """Return where the tensors of a file stand: each rank is a place of its own, the other kinds have one."""
+    return file_name.removesuffix(".safetensors") if checkpoint.kind == "megatron" else checkpoint.tensors[0].location
+
+
+def _check_files(checkpoint: Checkpoint, said: dict[str, dict[str, dict[str, str]]]) -> None:
+    """Raise ValueError unless directory, manifest and the model name the same files and the same tensors, at least one."""
+    path = checkpoint.path
+    listed = sorted((_location(checkpoint, file), name) for file, tensors in said.items() for name in tensors)
+    odd = sorted(set(listed) ^ set(checkpoint.files))
+    if odd or not listed or len(set(listed)) != len(listed):
+        shown = ", ".join(f"{location}:{name}" for location, name in odd[:8]) or "a tensor twice"
+        raise ValueError(f"{path}: {MANIFEST} lists {len(listed)} tensors, the model has {len(checkpoint.files)}; they differ in: {shown}")
+    if checkpoint.kind == "torch_dist":
+        reader = next(iter(checkpoint.files.values()))
+        assert isinstance(reader, TorchDistReader)
+        expected, suffix = set(reader.ends), "*.distcp"
+        beside = ["common.pt", "metadata.json"]
+        _check_ends(path, reader.ends)
+    else:
+        expected, suffix = {file.path.name for file in checkpoint.files.values()}, "*.safetensors"
+        beside = [INDEX] if checkpoint.kind == "hf" and len(expected) > 1 else []
+    for name in beside:
+        if not (path / name).is_file() or not (path / name).stat().st_size:
+            raise ValueError(f"{path / name} is missing or empty; the directory is incomplete, copy the file again")
+    odd_files = sorted({p.name for p in path.glob(suffix)} ^ expected) + sorted(set(said) - expected)
+    if odd_files:
+        raise ValueError(f"{path}: {', '.join(odd_files[:8])} is missing, or belongs to another checkpoint; copy the directory again")
+
+
+def _check_ends(path: Path, ends: Mapping[str, int]) -> None:
+    """Raise ValueError naming a file of a `torch_dist` directory that is missing or too short, objects beside the tensors included."""
+    for name, end in ends.items():
+        if not (path / name).is_file() or (path / name).stat().st_size < end:
+            raise ValueError(f"{path / name} is missing or has fewer than {end} bytes; the directory is incomplete, copy the file again")

@@ -161,7 +161,7 @@ def reference_logprobs(directory: Path, ids: list[int], temperature: float) -> t
     for name in [n for n in tensors if n.endswith("_scale_inv")]:
         weight, scales = name.removesuffix("_scale_inv"), tensors.pop(name)
         codes = tensors[weight].view(torch.uint8).numpy()
-        plain = torch.from_numpy(dequantize_bytes(codes, scales.numpy())).view(torch.bfloat16)
+        plain = torch.from_numpy(dequantize_bytes(name, codes, scales.numpy())).view(torch.bfloat16)
         tensors[weight] = plain.reshape(tensors[weight].shape)
     config = json.loads((directory / "config.json").read_text())
     config.pop("quantization_config", None)

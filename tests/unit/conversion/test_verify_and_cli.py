@@ -71,8 +71,10 @@ def test_first_differing_tensor_block_and_values_are_reported(source, tmp_path, 
     assert (record["tensor"], record["what"]) == ("model.layers.1.self_attn.q_proj.weight", "element")
     assert (record["index"], record["block"]) == ([384, 200], [3, 1])
     assert record["values"][0].startswith(repr(float(original))) and record["values"][1].startswith("7.0 ")
-    code, _, err = call(capsys, "verify", tmp_path / "a")
-    assert code == 2 and "is not what was written (sha256 differs)" in err
+    code, (record,), _ = call(capsys, "verify", tmp_path / "a")
+    assert (code, record["equal"], record["what"]) == (1, False, "sha256")
+    assert record["tensor"] == "pp000-tp001-vp000.safetensors: decoder.layers.1.mlp.linear_fc2.weight"
+    assert main(["verify", str(tmp_path / "a")]) == 1 and "linear_fc2.weight: sha256 differs: " in capsys.readouterr().out
 
 
 def test_fp8_differences_in_scales_codes_and_precision(tmp_path, capsys):
@@ -123,8 +125,18 @@ def test_different_architectures_are_a_difference(source, tmp_path, capsys):
         (["verify", "{source}", "--values"], "compared with its manifest, byte for byte; leave --values out"),
         (["verify", "{source}", "--hf-config", "{source}"], "compared with its manifest, without a config; leave --hf-config"),
         (["verify", "{source}", "{source}", "--hf-config", "{source}"], "neither checkpoint is a torch_dist one"),
-        (["to-megatron", "{source}", "{out}", "--tp", "1", "--hf-config", "{source}"], "is of kind hf and has its own config.json"),
-        (["to-megatron", "{source}", "{out}", "--format", "torch_dist", "--cast", "fp8"], "--cast bf16 (cast='bf16'), or keep the bytes"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--hf-config", "{source}"], "is of kind hf and has its own config.json"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--max-shard-gb", "inf"], "--max-shard-gb is inf; it must be a number above 0"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--max-shard-gb", "nan"], "--max-shard-gb is nan; it must be"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--max-shard-gb", "0"], "--max-shard-gb is 0; it must be"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--max-shard-gb", "-1"], "--max-shard-gb is -1; it must be"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--max-shard-gb", "1e-10"], "a shard of 0 bytes holds nothing"),
+        (["to-hf", "{source}", "{out}", "--cast", "fp8", "--workers", "0"], "--workers is 0; it must be at least 1"),
+        (["to-megatron", "{source}", "{out}", "--tp", "1", "--bf16-layer", "*.down_proj"], "nothing is quantised; add --cast fp8"),
+        (
+            ["to-megatron", "{source}", "{out}", "--format", "torch_dist", "--cast", "fp8"],
+            "leave --cast fp8 (cast='fp32') out, or write --format ranks",
+        ),
         (["to-hf", "{source}", "{out}"], "give --cast bf16 or fp8"),
         (["to-hf", "{source}", "{out}", "--cast", "fp8", "--bf16-layer", "*.nothing"], "'*.nothing' matches no linear"),
         (["verify", "{source}"], "has no conversion_manifest.json; give a second checkpoint"),
