@@ -245,8 +245,11 @@ class ServerPool:
 
     def _await_restart(self, member: _Member) -> None:
         """Wait until a server that is coming back has come back, or is lost."""
-        while member.thread is not None:
-            thread = member.thread
+        while True:
+            with self._lock:  # a restart makes and starts its thread under it: what is read here has been started
+                thread = member.thread
+            if thread is None:
+                return
             thread.join()
             with self._lock:
                 if member.thread is thread:  # and not the next attempt, which this one began
