@@ -216,7 +216,29 @@ class TensorWriter(Protocol):
         """Close the file; `sync` waits until its bytes are on the disk."""
 
 
-class ShardWriter:
+class OutputFile:
+    """A file being written: `_fd` is open until `close`."""
+
+    _fd = -1
+
+    def flush(self) -> None:
+        """Push what is written so far to the disk, so that little is left to wait for at the end."""
+        if self._fd >= 0:
+            os.fdatasync(self._fd)
+
+    def close(self, sync: bool = True) -> None:
+        """Close the file; `sync` waits until its bytes are on the disk."""
+        if self._fd < 0:
+            return
+        try:
+            if sync:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class ShardWriter(OutputFile):
     """One safetensors file, its header written first; tensors follow in any order, from any thread."""
 
     takes_parts = True
@@ -260,22 +282,6 @@ class ShardWriter:
         offset, size = self._places[name]
         assert at + data.nbytes <= size and data.dtype == np.uint8, (name, at, data.nbytes, size, data.dtype)
         write_at(self._fd, self.path, memoryview(data.reshape(-1)), offset + at)
-
-    def flush(self) -> None:
-        """Push what is written so far to the disk, so that little is left to wait for at the end."""
-        if self._fd >= 0:
-            os.fdatasync(self._fd)
-
-    def close(self, sync: bool = True) -> None:
-        """Close the file; `sync` waits until its bytes are on the disk."""
-        if self._fd < 0:
-            return
-        try:
-            if sync:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def write_at(fd: int, path: Path, view: memoryview, offset: int) -> None:

@@ -9,11 +9,11 @@ is used, or is a replica that must equal what is used (`Plan.replicas`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from conversion.layout import BLOCK
-from conversion.shards import Piece, StoredTensor
+from conversion.shards import Piece, StoredTensor, overlapping
 
 Range = tuple[int, int]
 
@@ -150,7 +150,7 @@ def _area(rows: Range, cols: Range) -> int:
 
 def _padding(target: StoredTensor, ops: list[CopyOp]) -> int:
     """Return the elements that no operation writes, after asserting that none is written twice and padding is declared."""
-    for first, second in _overlapping(ops):
+    for first, second in overlapping(ops, lambda op: (op.target_rows, op.target_cols)):
         raise AssertionError(f"{target.location}:{target.name} rows {first.target_rows} and {second.target_rows} are written twice")
     rows, cols = target.rows_cols
     left = rows * cols - sum(_area(op.target_rows, op.target_cols) for op in ops)
@@ -158,17 +158,6 @@ def _padding(target: StoredTensor, ops: list[CopyOp]) -> int:
     assert left == declared >= 0, (target.location, target.name, left, declared)
     assert not (left and target.fp8), f"{target.location}:{target.name} is FP8 and padded"
     return left
-
-
-def _overlapping(ops: list[CopyOp]) -> Iterator[tuple[CopyOp, CopyOp]]:
-    """Yield pairs that write a common element; sorted by row, so that distant rows are never compared."""
-    ordered = sorted(ops, key=lambda op: op.target_rows)
-    for i, op in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if other.target_rows[0] >= op.target_rows[1]:
-                break
-            if max(op.target_cols[0], other.target_cols[0]) < min(op.target_cols[1], other.target_cols[1]):
-                yield op, other
 
 
 def _check_op(op: CopyOp) -> None:

@@ -10,12 +10,17 @@ whole blocks of their own. On legal layouts this is bit-identical to quantising 
 Left out: how a plan is made of two descriptions (`plan`).
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import BLOCK, ParallelLayout, padded_vocab_size, stage_layers
 from conversion.names import SCALE_SUFFIX, Cut, NameRule, canonical_shape, chunk_rules, hf_shapes
 
+_Item = TypeVar("_Item")
+Span = tuple[int, int]
+"""Half-open."""
 HF = "hf"
 """The one location of a Hugging Face directory."""
 TORCH_DIST = "torch_dist"
@@ -209,3 +214,14 @@ def _vllm_part(arch: ModelArchitecture, tp: int, rule: NameRule, rank: int) -> t
     kv_parts, kv_rank = (tp, rank) if arch.num_kv_heads >= tp else (arch.num_kv_heads, rank * arch.num_kv_heads // tp)
     parts = [(tp, rank), (kv_parts, kv_rank), (kv_parts, kv_rank)] if rule.cut is Cut.qkv else [(tp, rank), (tp, rank)]
     return _stack([_slice(n, s, 0, r, p) for n, s, (p, r) in zip(rule.hf, shapes, parts, strict=True)])
+
+
+def overlapping(items: Iterable[_Item], rectangle: Callable[[_Item], tuple[Span, Span]]) -> Iterator[tuple[_Item, _Item]]:
+    """Yield pairs whose rectangles (rows, columns) share an element; sorted by row, so that distant rows are never compared."""
+    ordered = sorted(((rectangle(item), item) for item in items), key=lambda pair: pair[0][0])
+    for i, ((rows, cols), one) in enumerate(ordered):
+        for (other_rows, other_cols), other in ordered[i + 1 :]:
+            if other_rows[0] >= rows[1]:
+                break
+            if max(cols[0], other_cols[0]) < min(cols[1], other_cols[1]):
+                yield one, other

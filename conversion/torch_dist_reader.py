@@ -22,6 +22,7 @@ import numpy as np
 from conversion.files import ITEM_BYTES, TensorInfo
 from conversion.inert_pickle import Inert, read_pickle
 from conversion.reading import of_type, reading, whole_numbers
+from conversion.shards import overlapping
 from conversion.torch_dist_chunk import METADATA_DTYPES, Chunk
 
 METADATA = ".metadata"
@@ -127,7 +128,7 @@ class TorchDistReader:
             down = half * shape[0] if half else 0
             rows = (where[0] + down, where[0] + down + span[0])
             tiles[here].append(_Tile(chunk, rows, (where[1], where[1] + span[1]) if len(shape) > 1 else (0, 1)))
-        if covered != math.prod(size) or len(tiles) != layers or _any_overlap(tiles):
+        if covered != math.prod(size) or len(tiles) != layers or any(map(_overlap, tiles.values())):
             raise ValueError(f"{self.path}: the chunks of {key} do not cover its {size} elements exactly once; {METADATA} is damaged")
         for here, mine in tiles.items():
             entry = TensorInfo(promised, _whole_shape(shape, half))
@@ -195,19 +196,6 @@ def _whole_shape(shape: tuple[int, ...], half: int | None) -> tuple[int, ...]:
     return shape if half is None else (2 * shape[0], *shape[1:])
 
 
-def _any_overlap(tiles: dict[str, list[_Tile]]) -> bool:
-    """Tell whether two chunks of one tensor hold a common element."""
-    for mine in tiles.values():
-        ordered = sorted(mine, key=lambda t: t.rows)
-        for i, one in enumerate(ordered):
-            for two in ordered[i + 1 :]:
-                if two.rows[0] >= one.rows[1]:
-                    break
-                if max(one.cols[0], two.cols[0]) < min(one.cols[1], two.cols[1]):
-                    return True
-    return False
-
-
 def _name_of(value: Any) -> str:
     return value.path.rpartition(".")[2] if isinstance(value, Inert) else type(value).__name__
 
@@ -266,3 +254,8 @@ def _described(state: dict[str, Any], file: Path) -> list[_Described]:
             chunks.append((first, extent))
         tensors.append(_Described(key, size, dtype, chunks))
     return tensors
+
+
+def _overlap(tiles: list[_Tile]) -> bool:
+    """Tell whether two chunks of one tensor hold a common element."""
+    return any(True for _ in overlapping(tiles, lambda tile: (tile.rows, tile.cols)))

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from conversion.files import TensorSpec, write_at
+from conversion.files import OutputFile, TensorSpec, write_at
 from conversion.torch_dist_reader import METADATA
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
@@ -63,7 +63,7 @@ class _Sink:
         """Do nothing: nothing is held back."""
 
 
-class TorchDistWriter:
+class TorchDistWriter(OutputFile):
     """One `.distcp` file; tensors are appended in any order, from any thread."""
 
     takes_parts = False
@@ -97,22 +97,6 @@ class TorchDistWriter:
     def write_part(self, name: str, at: int, data: np.ndarray) -> None:
         """Refuse: `torch.save` writes a whole tensor."""
         raise AssertionError(f"{self._path}: {name} would be written in parts; takes_parts was not asked")
-
-    def flush(self) -> None:
-        """Push what is written so far to the disk."""
-        if self._fd >= 0:
-            os.fdatasync(self._fd)
-
-    def close(self, sync: bool = True) -> None:
-        """Close the file; `sync` waits until its bytes are on the disk."""
-        if self._fd < 0:
-            return
-        try:
-            if sync:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def write_directory_files(
