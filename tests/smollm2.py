@@ -16,7 +16,7 @@ needs_smollm2 = pytest.mark.skipif(bool(MISSING), reason=f"needs the packages {M
 
 
 def exported(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the HF directory of `published` or `aligned`; the first caller writes it, the others wait."""
+    """Return the HF directory of `published`, `aligned` or `aligned128` (wider heads); the first caller writes it, the others wait."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smollm2"
     root.mkdir(exist_ok=True)
@@ -26,6 +26,6 @@ def exported(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not out.is_dir():
             partial = root / f"{form}.part"
             shutil.rmtree(partial, ignore_errors=True)
-            export(partial, aligned=form == "aligned")
+            export(partial, aligned=form != "published", head_dim=128 if form == "aligned128" else 64)
             partial.rename(out)
     return out

@@ -33,9 +33,14 @@ def parent_of(stem: str) -> str | None:
     return yaml.safe_load((RECIPES / f"{stem}.yaml").read_text()).get("defaults")
 
 
+def must_be_given(stem: str) -> bool:
+    parent = parent_of(stem)
+    return own_keys(stem).get("model.path") == "???" or (parent is not None and must_be_given(parent))
+
+
 @cache
 def flat(stem: str) -> dict:
-    words = GIVEN if "???" in (RECIPES / f"{stem}.yaml").read_text() else []
+    words = GIVEN if must_be_given(stem) else []
     return flat_recipe(load_recipe(RECIPES / f"{stem}.yaml", [*words, "run.dir=d"]))
 
 

@@ -53,6 +53,17 @@ def test_exported_directory_alone_generates_the_same_text(model, tmp_path):
     assert texts[0] == texts[1] and "Paris" in texts[1]
 
 
+@pytest.mark.parametrize("form", ["aligned", "aligned128"])
+def test_widened_forms_compute_what_the_published_model_does(form, tmp_path_factory):
+    logits = []
+    for directory in (exported("published", tmp_path_factory), exported(form, tmp_path_factory)):
+        causal = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        tokens = AutoTokenizer.from_pretrained(directory)("If a train travels 60 miles in 2 hours, its speed is 30", return_tensors="pt")
+        logits.append(causal(**tokens).logits)
+    # Norm weights times sqrt(3 / 4), and q's times sqrt(2), are rounded to BF16: one part in 512 of each.
+    assert (logits[0] - logits[1]).abs().mean() < 0.02 * logits[0].std()
+
+
 def test_fp8_needs_the_aligned_form(model, tmp_path):
     path, arch = model
     if arch.hidden_size == 576:
