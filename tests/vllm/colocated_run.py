@@ -1,4 +1,4 @@
-"""What one rank of the colocated test does: three steps of the tiny recipe with servers that sleep while the actor learns, one dies asleep."""
+"""What one rank of the colocated test does: steps of the tiny recipe with servers that sleep while the actor learns; one dies asleep."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def run(run_dir: str) -> dict[str, Any]:
                 out["evaluated"].append(loop.evaluate(session, session.eval_prompts)["num_prompts"])
             if watch is not None:
                 counts = {"restarts": watch.pool.counts.restarts, "ready": watch.pool.ready()}
-                out |= {"calls": list(watch.calls.values()), "asleep": watch.asleep, "silent": watch.silent, **counts}
+                out |= {"calls": [list(calls) for calls in watch.calls.values()], "asleep": watch.asleep, "silent": watch.silent, **counts}
                 for member in watch.pool._members:
                     watch.pool._verify(member.number, member.client, watch.pool._published)
         finally:
