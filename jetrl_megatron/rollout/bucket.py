@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 Bucket = dict[str, Any]
 """`names`, `dtypes` (torch's names), `shapes` and `offsets` (bytes) of tensors in the buffer; `handles` by GPU, added by the sender."""
-_ALIGN = 16
 _HANDLE = ("handle", "size_bytes", "offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required")
 _PLACES = (7, 8, 9, 11, 12, 13, 14)
 """Of the fields above among the arguments of torch's `rebuild_cuda_tensor`."""
@@ -40,7 +39,7 @@ def fill_buckets(stream: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterat
         bucket["dtypes"].append(str(tensor.dtype).removeprefix("torch."))
         bucket["shapes"].append(list(tensor.shape))
         bucket["offsets"].append(end)
-        end = -(-(end + raw.numel()) // _ALIGN) * _ALIGN
+        end += raw.numel()
     if bucket["names"]:
         yield _written(bucket, buffer)
 
@@ -94,9 +93,14 @@ def open_bucket(bucket: Bucket, device: torch.device) -> list[tuple[str, Tensor]
     name = gpu_name(device)
     if name not in bucket["handles"]:
         raise ValueError(f"no rank of the actor shows a buffer on GPU {name}, only on {', '.join(sorted(bucket['handles']))}")
-    buffer = open_buffer(bucket["handles"][name], device)
+    return read_bucket(bucket, open_buffer(bucket["handles"][name], device))
+
+
+def read_bucket(bucket: Bucket, buffer: Tensor) -> list[tuple[str, Tensor]]:
+    """Return copies of a bucket's tensors out of its buffer, [bytes] uint8."""
     found = []
     for tensor, kind, shape, at in zip(bucket["names"], bucket["dtypes"], bucket["shapes"], bucket["offsets"], strict=True):
         dtype = getattr(torch, kind)
-        found.append((tensor, buffer[at : at + prod(shape) * dtype.itemsize].clone().view(dtype).view(shape)))
+        part = buffer[at : at + prod(shape) * dtype.itemsize].clone()  # aligned too, wherever it lay
+        found.append((tensor, part.view(dtype).view(shape)))
     return found

@@ -8,9 +8,9 @@ It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26; s
 """
 
 from math import prod
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.bucket import Bucket, fill_buckets, gpu_name, show_buffer
@@ -58,7 +58,7 @@ class IpcTransport(MemoryTransport):
 
     def _show(self, wire: StageWire, relay: Relay[Bucket] | None) -> None:
         """Fill this rank's buffer again and again; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""
-        buffer = torch.empty(self._buffer_bytes(wire), dtype=torch.uint8, device=wire.device)
+        buffer = new_buffer(_buffer_bytes(wire), wire.device)
         mine = (gpu_name(wire.device), show_buffer(buffer))
         try:
             for bucket in fill_buckets(wire.stream(), buffer):
@@ -72,8 +72,13 @@ class IpcTransport(MemoryTransport):
                 relay.end()
         torch.cuda.ipc_collect()
 
-    @staticmethod
-    def _buffer_bytes(wire: StageWire) -> int:
-        """Return the bytes of a buffer that holds the largest tensor, an embedding as a rule."""
-        sizes: list[Any] = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in wire.described().values()]
-        return max(_BUFFER_BYTES, *sizes)
+
+def _buffer_bytes(wire: StageWire) -> int:
+    """Return the bytes of a buffer that holds the largest tensor, an embedding as a rule."""
+    sizes: list[int] = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in wire.described().values()]
+    return max(_BUFFER_BYTES, *sizes)
+
+
+def new_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Return memory for one bucket, [num_bytes] uint8."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -19,7 +19,7 @@ def tensors():
         return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=draw).view(dtype).view(shape)
 
     return {
-        "codes": bits(torch.float8_e4m3fn, 3, 5),  # 15 bytes: what follows must be aligned all the same
+        "codes": bits(torch.float8_e4m3fn, 3, 5),  # 15 bytes: what follows lies at an odd place
         "scales": bits(torch.float32, 2, 3),
         "norm": bits(torch.bfloat16, 7),
         "turned": bits(torch.bfloat16, 4, 6).t(),
