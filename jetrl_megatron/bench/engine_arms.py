@@ -46,7 +46,7 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
     if strange:
         options.error(f"unrecognized arguments: {' '.join(strange)}")
     words = [*args.overrides, *rest]
-    if load_recipe(args.recipe, words).rollout.engine is Engine.local:
+    if load_recipe(args.recipe, [*words, f"precision.arm={args.arms[0]}"]).rollout.engine is Engine.local:
         words.append(f"rollout.engine={Engine.vllm_pool.value}")
     if args.worker:
         return _worker(args, words, measure)

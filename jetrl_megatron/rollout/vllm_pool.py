@@ -142,15 +142,16 @@ class ServerPool:
             self._await_restart(member)
         return [m.client for m in self._members if m.state != "lost" and m.client is not None]
 
-    def update(self, published: Published, load: Load) -> None:
+    def update(self, published: Published, load: Load, left_out: Callable[[], None] = lambda: None) -> None:
         """Bring every server to `published`, verified; only then the pool's version is its version.
 
-        load: called in one thread a server, at the same time. A server that dies on the way is restarted on the published directory.
-        Raises WeightMismatch naming tensors, or RunFailure where no server is left.
+        load: called in one thread a server, at the same time. left_out: called for each server of `start` that is not loaded after all,
+        because it is gone before, for a `load` that waits for the others. A server that dies on the way is restarted on the published
+        directory. Raises WeightMismatch naming tensors, or RunFailure where no server is left.
         """
         start_s = time.monotonic()
         self.start(published)
-        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load)))
+        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load, left_out)))
         for member in self._members:
             self._await_restart(member)
         self.ready()
@@ -201,20 +202,25 @@ class ServerPool:
             member.client = member.server.start(published.directory, published.has_weights)
             member.started_on = published.directory if published.has_weights else None
 
-    def _bring(self, member: _Member, published: Published, load: Load) -> None:
+    def _bring(self, member: _Member, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load one live server, unless it was started on these very weights, and verify it."""
-        client = member.client
+        client, awaited = member.client, True
         assert client is not None, member.number
-        with self._lock:
-            if member.state == "ready" and member.started_on == published.directory:
-                return  # it came back a moment ago, on these weights, and is verified
-            slept = member.state == "asleep"
-            member.state = "pushing"
-        if slept:
-            client.wake("weights", self._limits.push_timeout_s)
-        if member.started_on != published.directory:
-            client.pause(self._limits.push_timeout_s)
-            load(client, published)
+        try:
+            with self._lock:
+                if member.state == "ready" and member.started_on == published.directory:
+                    return  # it came back a moment ago, on these weights, and is verified
+                slept = member.state == "asleep"
+                member.state = "pushing"
+            if slept:
+                client.wake("weights", self._limits.push_timeout_s)
+            if member.started_on != published.directory:
+                client.pause(self._limits.push_timeout_s)
+                awaited = False
+                load(client, published)
+        finally:
+            if awaited:
+                left_out()
         member.started_on = None
         self._admit(member, published, slept)
 

@@ -43,13 +43,19 @@ class IpcTransport(MemoryTransport):
         relay: Relay[Bucket] = Relay(len(pool.start(published)))
 
         def load(client: EngineClient, _: Published) -> None:
-            client.rpc("jetrl_begin_load", {}, self._timeout_s)
+            begun = False
+            try:
+                client.rpc("jetrl_begin_load", {}, self._timeout_s)
+                begun = True
+            finally:
+                if not begun:
+                    relay.leave()
             relay.follow(lambda bucket: client.rpc("jetrl_load", {"bucket": bucket}, self._timeout_s))
             client.rpc("jetrl_end_load", {}, self._timeout_s)
 
         def update() -> None:
             try:
-                pool.update(published, load)
+                pool.update(published, load, relay.leave)
             finally:
                 relay.close()
 

@@ -1,8 +1,8 @@
 """One stream of messages to several takers, in step: what rank 0 collects from all ranks goes to every server before the next is made.
 
 Enters: on one thread messages, on each server's thread a function that takes one. Leaves: every message taken once by every taker that
-lives. Invariant: `give` returns when nobody reads the message any more. A taker that fails leaves, and the rest goes on; takers that never
-come are given up with `close`.
+lives. Invariant: `give` returns when nobody reads the message any more. A taker that fails is out, and the rest goes on; who does not come
+says so with `leave`.
 """
 
 import threading
@@ -35,6 +35,12 @@ class Relay(Generic[Message]):
         """Say that no message follows."""
         with self._changed:
             self._over = True
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Say that one taker that is expected does not come."""
+        with self._changed:
+            self._missing -= 1
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -15,14 +15,20 @@ from jetrl_megatron.sync.publish import Publisher
 from tests.dist.wire_run import build
 
 
+ALIVE, ASLEEP, BEFORE = -1, -2, -3
+"""When a server dies, where it is not at a bucket: never, before its load is called, in the first call of it."""
+
+
 class FakeClient:
     """A server whose worker is on the GPU of the actor's rank `gpu`; it dies at bucket number `dies_at`."""
 
-    def __init__(self, gpu: int, dies_at: int = -1) -> None:
+    def __init__(self, gpu: int, dies_at: int = ALIVE) -> None:
         self.gpu, self.dies_at, self.calls, self.held = gpu, dies_at, [], {}  # type: ignore[var-annotated]
 
     def rpc(self, method: str, kwargs: Any, timeout_s: float) -> list[Any]:
         if method != "jetrl_load":
+            if self.dies_at == BEFORE:
+                raise ServerGone("reset")
             self.calls.append(method)
             return [None]
         if self.calls.count("jetrl_load") == self.dies_at:
@@ -44,9 +50,12 @@ class FakePool:
     def start(self, published: Any) -> list[FakeClient]:
         return self.clients
 
-    def update(self, published: Any, load: Any) -> None:
+    def update(self, published: Any, load: Any, left_out: Any) -> None:
         def work(client: FakeClient) -> None:
             try:
+                if client.dies_at == ASLEEP:
+                    left_out()
+                    raise ServerGone("it died asleep")
                 load(client, published)
             except ServerGone:
                 self.gone.append(client.gpu)
@@ -71,7 +80,7 @@ def push(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> An
     ipc.show_buffer = lambda buffer: str(file)  # type: ignore[assignment,return-value]
     pool = None
     if group.rank == 0:
-        pool = FakePool([FakeClient(gpu, dies_at if gpu == 1 else -1) for gpu in range(group.size)])
+        pool = FakePool([FakeClient(gpu, dies_at if gpu == 1 else ALIVE) for gpu in range(group.size)])
     transport = ipc.IpcTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0)
     version = Publisher(actor, pool, transport, group, everywhere=True, shares_device=True).push()  # type: ignore[arg-type]
     if pool is None:

@@ -1,10 +1,13 @@
 """Servers that sleep while the actor trains: the order of calls, who may serve when, and one that dies asleep."""
 
+import threading
+
 import pytest
 
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
+from jetrl_megatron.sync.relay import Relay
 from tests.unit.rollout.test_vllm_pool import LIMITS, FakeClient, FakeServer, load, published, wait_for
 
 WAKE = [
@@ -175,3 +178,31 @@ def test_what_the_client_asks_for(monkeypatch):
         ("POST", "/wake_up?tags=weights", None, 2.0),
         ("POST", "/wake_up?tags=kv_cache", None, 3.0),
     ]
+
+
+@pytest.mark.parametrize("dies_in", ["wake", "pause"])
+def test_a_load_that_waits_for_every_server_does_not_wait_for_one_that_is_gone(pool, dies_in, monkeypatch):
+    """Buckets go to all servers in step; without a word of the one that died asleep the others would wait for it, and it for them."""
+    pool.rest()
+
+    def die(client, *given):
+        if client is first:
+            raise ServerGone("reset")
+
+    first = pool.servers[0].client
+    plain = getattr(Client, dies_in)
+    monkeypatch.setattr(Client, dies_in, lambda client, *given: (die(client), plain(client, *given))[1])
+    relay = Relay(len(pool.start(published(1, has_weights=False))))
+
+    def load_in_step(client, what):
+        relay.follow(lambda bucket: load_awake(client, what))
+
+    pushed = threading.Thread(target=lambda: pool.update(published(1, has_weights=False), load_in_step, relay.leave), daemon=True)
+    pushed.start()
+    given = threading.Thread(target=lambda: relay.give("bucket"), daemon=True)
+    given.start()
+    given.join(5.0)
+    assert not given.is_alive()
+    relay.end()
+    pushed.join(5.0)
+    assert not pushed.is_alive() and pool.ready() == [1] and pool.blank()

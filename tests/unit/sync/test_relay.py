@@ -79,6 +79,13 @@ def test_those_who_never_come_are_given_up():
     giver = start(lambda: [relay.give(message) for message in range(3)])
     time.sleep(0.05)
     assert giver.is_alive()
+    relay.leave()
+    time.sleep(0.05)
+    assert giver.is_alive(), "one of the two may still come"
+    relay.leave()
+    joined(giver)
+    relay = Relay(2)
+    giver = start(lambda: relay.give("message"))
     relay.close()
     joined(giver)
 
