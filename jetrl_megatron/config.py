@@ -265,3 +265,10 @@ class Recipe:
                 f"rollout.prompts_per_step is {self.rollout.prompts_per_step} and grpo.minibatches is {self.grpo.minibatches}; "
                 "the first must be a multiple of the second"
             )
+        model_ranks = self.parallel.tp * self.parallel.pp
+        if self.rollout.engine is Engine.vllm_colocated and self.rollout.vllm.tp != model_ranks:
+            raise ValueError(
+                f"rollout.engine is vllm_colocated and rollout.vllm.tp is {self.rollout.vllm.tp}; a server takes all GPUs of one "
+                f"data-parallel replica of the actor, parallel.tp={self.parallel.tp} x parallel.pp={self.parallel.pp}: set "
+                f"rollout.vllm.tp={model_ranks}, or use rollout.engine=vllm_pool"
+            )

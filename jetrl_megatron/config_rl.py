@@ -51,22 +51,24 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """The servers of `rollout.engine=vllm_pool`, and how weights get to them."""
+    """The servers of `rollout.engine=vllm_pool` and `vllm_colocated`, and how weights get to them."""
 
-    servers: int = 1
-    """Started by the run; 0 where `urls` names all of them."""
+    servers: int | None = None
+    """Started by the run; None is 1, or under `vllm_colocated` one for each data-parallel replica. 0 where `urls` names all of them."""
     tp: int = 1
     """Tensor-parallel degree of each server."""
     urls: tuple[str, ...] = ()
     """Servers that somebody else started with the run's key (JETRL_ENGINE_KEY) and that see the run's file system."""
     gpus: tuple[str, ...] = ()
     """For each server its CUDA_VISIBLE_DEVICES, as `4` or `4,5`; empty takes those behind the actor's."""
-    transport: Transport = Transport.disk
+    transport: Transport | None = None
+    """None is disk, or under `vllm_colocated` on CUDA ipc."""
     weights_dir: str = ""
     """Where the disk transport writes; empty is in the run directory. A memory file system is faster."""
     max_num_seqs: int = 128
     """Sequences that one server decodes together, and requests it is given at a time."""
     gpu_memory_utilization: float = 0.85
+    """Share of each GPU; under `vllm_colocated` while the server is awake, with the actor's memory beside it."""
     cuda_graphs: bool = True
     prefix_caching: bool = True
     start_timeout_s: float = 900.0
@@ -79,7 +81,7 @@ class VllmConfig:
 
     def __post_init__(self) -> None:
         """Check ranges, and that each server has its GPUs."""
-        at_least("rollout.vllm.servers", self.servers, 0)
+        at_least("rollout.vllm.servers", self.num_servers, 0)
         for name in ("tp", "max_num_seqs"):
             at_least(f"rollout.vllm.{name}", getattr(self, name), 1)
         for name in ("max_repeats", "max_restarts"):
@@ -88,11 +90,30 @@ class VllmConfig:
             above(f"rollout.vllm.{name}", getattr(self, name), 0.0)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
-        if self.servers + len(self.urls) < 1:
+        if self.num_servers + len(self.urls) < 1:
             raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
-        if self.gpus and len(self.gpus) != self.servers:
+        if self.gpus and len(self.gpus) != self.num_servers:
             raise ValueError(
-                f"rollout.vllm.gpus has {len(self.gpus)} entries for rollout.vllm.servers={self.servers}; give one for each server"
+                f"rollout.vllm.gpus has {len(self.gpus)} entries for rollout.vllm.servers={self.num_servers}; give one for each server"
+            )
+
+    @property
+    def num_servers(self) -> int:
+        """Servers that a pool starts."""
+        return 1 if self.servers is None else self.servers
+
+    def check_colocated(self) -> None:
+        """Raise ValueError for a key that contradicts servers on the actor's own GPUs."""
+        if self.urls or self.gpus:
+            key, value = ("urls", self.urls) if self.urls else ("gpus", self.gpus)
+            raise ValueError(
+                f"rollout.vllm.{key} is {list(value)} and rollout.engine is vllm_colocated, whose servers the run starts on the actor's "
+                f"own GPUs: remove rollout.vllm.{key}, or use rollout.engine=vllm_pool"
+            )
+        if self.transport is Transport.nccl:
+            raise ValueError(
+                "rollout.vllm.transport is nccl and rollout.engine is vllm_colocated: NCCL cannot join two processes on one GPU; use ipc "
+                "or disk, or rollout.engine=vllm_pool"
             )
 
 
@@ -126,6 +147,8 @@ class RolloutConfig:
                 f"rollout.top_p is {self.top_p} and rollout.top_k is {self.top_k}: truncated sampling renormalises over the kept "
                 "tokens and the trainer does not, so their log-probs differ; use top_p=1.0 and top_k=0 (eval.top_p is free)"
             )
+        if self.engine is Engine.vllm_colocated:
+            self.vllm.check_colocated()
 
 
 MAX_MEMORY_MB = 2**31

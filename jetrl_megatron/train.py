@@ -101,12 +101,20 @@ def _step(session: Session, metrics: Metrics | None, step: int) -> None:
     recipe, failed_before = session.recipe, own_failures(session)
     rollouts = collect(session, step)
     samples = make_samples(rollouts.prompts, rollouts.completions, rollouts.rewards, recipe.grpo, recipe.rollout.max_new_toks)
+    rest(session)
     values = learn(session, samples)
     push(session)
     failures = reward_failures(session, failed_before)
     seconds = session.phases.take()
     if metrics is not None:
         metrics.log("step", step, {**values, "version": session.actor.version, "reward_failures": failures, "seconds": seconds})
+
+
+def rest(session: Session) -> None:
+    """Let an engine that holds its own weights give the actor's GPUs to the update; it draws again after the next push."""
+    if session.publisher is not None:
+        with session.phases("sync"):
+            session.engine.rest()
 
 
 def push(session: Session) -> None:

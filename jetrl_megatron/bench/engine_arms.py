@@ -1,7 +1,7 @@
 """One recipe with several precision arms, one after the other on the same machine: what `bench rollout` and `bench sync` have in common.
 
 Enters: a recipe file, `key=value` words, arms. Leaves: for each arm the records that rank 0 wrote. Each arm runs in fresh processes, one a
-rank, as `jetrl train` would start them, with an actor of random or given weights, no optimizer, and the recipe's own vLLM pool.
+rank, as `jetrl train` would start them, with an actor of random or given weights, no optimizer, and the recipe's own vLLM servers.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from jetrl_megatron.cli import count_processes
 from jetrl_megatron.config import Engine
 from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
+from jetrl_megatron.loop.colocated import settle_vllm
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.run.local_launch import die_with_launcher, launch, under_launcher
 
@@ -29,7 +30,7 @@ Measure = Callable[[Session, argparse.Namespace], Record]
 def parser(name: str, what: str) -> argparse.ArgumentParser:
     """Return the parser with the options that both commands have."""
     options = argparse.ArgumentParser(prog=f"jetrl bench {name}", description=what)
-    options.add_argument("recipe", help="a YAML file; rollout.engine=vllm_pool is set for it")
+    options.add_argument("recipe", help="a YAML file; its rollout.engine=vllm_colocated stands, any other becomes vllm_pool")
     options.add_argument("overrides", nargs="*", metavar="key=value")
     options.add_argument("--arms", nargs="+", default=["jetrl", "bf16"], choices=["jetrl", "bf16", "fp8_rollout"])
     options.add_argument("--nproc", type=int, help="processes of the actor; default as in jetrl train")
@@ -44,7 +45,9 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
     if strange:
         options.error(f"unrecognized arguments: {' '.join(strange)}")
-    words = [*args.overrides, *rest, f"rollout.engine={Engine.vllm_pool.value}"]
+    words = [*args.overrides, *rest]
+    if load_recipe(args.recipe, [*words, f"precision.arm={args.arms[0]}"]).rollout.engine is Engine.local:
+        words.append(f"rollout.engine={Engine.vllm_pool.value}")
     if args.worker:
         return _worker(args, words, measure)
     if under_launcher(os.environ):
@@ -60,7 +63,7 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
             if code != 0:
                 return code
             records.append({"bench": name, "arm": arm, **json.loads(out.read_text())})
-    print_table(f"{name}: {Path(args.recipe).stem} {' '.join(words[:-1])}", list(records[0]), records)
+    print_table(f"{name}: {Path(args.recipe).stem} {' '.join([*args.overrides, *rest])}", list(records[0]), records)
     write_json(args.json, records)
     return 0
 
@@ -93,5 +96,13 @@ def _machine(session: Session) -> Record:
     import torch
 
     name = torch.cuda.get_device_name() if session.device.type == "cuda" else "cpu"
-    vllm = session.recipe.rollout.vllm
-    return {"device": name, "actors": session.ranks.world, "servers": vllm.servers, "engine_tp": vllm.tp, "transport": vllm.transport.value}
+    vllm = settle_vllm(session.recipe, session.ranks.dp, session.device.type == "cuda")
+    assert vllm.transport is not None
+    return {
+        "device": name,
+        "engine": session.recipe.rollout.engine.value,
+        "actors": session.ranks.world,
+        "servers": vllm.num_servers + len(vllm.urls),
+        "engine_tp": vllm.tp,
+        "transport": vllm.transport.value,
+    }

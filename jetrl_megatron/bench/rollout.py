@@ -1,4 +1,4 @@
-"""`jetrl bench rollout`: completion tokens a second of the recipe's vLLM pool, FP8 against BF16 in one run.
+"""`jetrl bench rollout`: completion tokens a second of the recipe's vLLM servers, FP8 against BF16 in one run.
 
 Enters: a recipe and the load. Leaves: one row an arm. Prompts are random ids, completions have a fixed length (no token ends one), so that
 the arms draw equally many tokens. The first round warms kernels and graphs up and is not counted. Checked: every server holds the actor's
@@ -19,7 +19,7 @@ from jetrl_megatron.rollout.engine import Request
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
-    options = parser("rollout", "Rollout throughput of the vLLM pool, FP8 against BF16.")
+    options = parser("rollout", "Rollout throughput of the vLLM servers, FP8 against BF16.")
     options.add_argument("--prompts", type=int, default=256)
     options.add_argument("--prompt-toks", type=int, default=512)
     options.add_argument("--new-toks", type=int, default=512)

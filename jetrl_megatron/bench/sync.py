@@ -32,6 +32,7 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
     started_s = publisher.seconds
     seconds = []
     for _ in range(args.pushes):
+        session.engine.rest()  # as in a step; not counted
         session.actor.version += 1
         publisher.push()
         seconds.append(publisher.seconds)

@@ -172,22 +172,17 @@ def build_engine(session: Session) -> None:
     """Give the session the engine that its recipe names, and the publisher that keeps it current where it holds weights of its own.
 
     Raises:
-        ValueError: for an engine that this build does not have, or a pool that this machine cannot have.
+        ValueError: for servers that this machine, model or layout cannot have.
     """
     recipe = session.recipe
     if recipe.rollout.engine is Engine.local:
         session.engine = LocalEngine(session.actor, recipe.rollout.max_batch_seqs)
-    elif recipe.rollout.engine is Engine.vllm_pool:
+    else:
         from jetrl_megatron.loop.vllm_setup import build_vllm
 
         pool, session.publisher = build_vllm(recipe, session.actor, session.run_dir.path, session.source_dir)
         session.engine = pool
         session.on_close += [session.publisher.close, pool.close]
-    else:
-        raise ValueError(
-            f"rollout.engine is {recipe.rollout.engine.value}; this version has `local` and `vllm_pool`: for servers on the actor's own "
-            "GPUs set rollout.engine=vllm_pool, rollout.vllm.gpus and rollout.vllm.transport=ipc"
-        )
 
 
 def _seed(recipe: Recipe, device: torch.device) -> None:

@@ -1,19 +1,20 @@
-"""From a recipe to a pool of vLLM servers with the actor's weights: the engine, and the publisher that keeps it current.
+"""From a recipe to vLLM servers with the actor's weights, on other GPUs or its own: the engine, and the publisher that keeps it current.
 
 Enters: a session with its actor. Leaves: `VllmEngine` and `Publisher`, parts of one rank; servers start at the first push. Whatever a user
 can have got wrong (version of vLLM, TP degree of the servers, GPUs, transport) fails here, on every rank, before a server is started.
 """
 
-import importlib.util
 import logging
 import os
+import socket
 from pathlib import Path
 
 import torch
 
 from conversion.layout import ParallelLayout, check_layout, fp8_modules
 from jetrl_megatron.actor.actor import Actor
-from jetrl_megatron.config import LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig
+from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig
+from jetrl_megatron.loop.colocated import Seat, replica_gpus, settle_vllm
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.rollout.compat import W8A16, check_engine, request_fields, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, MIN_KEY_CHARS
@@ -35,26 +36,29 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
     run_dir: of the run; logs and published weights go into it. source_dir: the run's HF directory.
     Raises ValueError for anything wrong in `rollout.vllm`.
     """
-    cfg = recipe.rollout.vllm
-    check_vllm(recipe, actor)
+    colocated = recipe.rollout.engine is Engine.vllm_colocated
+    cfg = settle_vllm(recipe, actor.ranks.dp, actor.device.type == "cuda")
+    check_vllm(recipe, cfg, actor)
     group = RunGroup(cfg.start_timeout_s + cfg.request_timeout_s * (cfg.max_repeats + 1) + cfg.push_timeout_s)
-    pool = _pool(recipe, actor, run_dir, source_dir) if group.rank == 0 else None
+    gpus = _gpus(cfg, actor, group, colocated)
+    pool = _pool(recipe, cfg, actor, gpus, run_dir, source_dir) if group.rank == 0 else None
     transport = _transport(cfg, actor, group, run_dir, source_dir)
-    publisher = Publisher(actor, pool, transport, group, everywhere=cfg.transport is Transport.ipc)
+    publisher = Publisher(actor, pool, transport, group, everywhere=cfg.transport is Transport.ipc, shares_device=colocated)
     place = Place(
         replica=actor.ranks.dp_rank,
         is_leader=is_replica_leader(),
         max_positions=actor.arch.max_positions,
         slots=cfg.max_num_seqs,
         max_repeats=cfg.max_repeats,
+        shares_device=colocated,
     )
     engine = VllmEngine(pool, group, place, lambda: _again(publisher))
     return engine, publisher
 
 
-def check_vllm(recipe: Recipe, actor: Actor) -> None:
-    """Raise ValueError where this machine, model or layout cannot have the pool that the recipe asks for."""
-    cfg = recipe.rollout.vllm
+def check_vllm(recipe: Recipe, cfg: VllmConfig, actor: Actor) -> None:
+    """Raise ValueError where this machine, model or layout cannot have the servers of `cfg`, which `settle_vllm` gave."""
+    assert cfg.transport is not None, "not settled"
     fp8, on_cuda = recipe.precision.rollout_linear is LinearPrecision.fp8, actor.device.type == "cuda"
     short = check_engine(fp8, on_cuda)
     if cfg.transport is not Transport.disk and not (on_cuda and short == "0.26"):
@@ -62,21 +66,33 @@ def check_vllm(recipe: Recipe, actor: Actor) -> None:
             f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
             f"{actor.device.type}: use rollout.vllm.transport=disk"
         )
-    if cfg.transport is Transport.ipc and importlib.util.find_spec("ray") is None:
-        raise ValueError(
-            "rollout.vllm.transport is ipc, and vLLM's IPC engine imports the package ray, which is not installed: install it, or use nccl "
-            "or disk"
-        )
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
     check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
     if fp8 and not on_cuda and actor.ranks.is_logger:
         _LOG.warning(W8A16)
+    if recipe.rollout.engine is Engine.vllm_colocated and not on_cuda and actor.ranks.is_logger:
+        _LOG.warning(
+            "rollout.engine is vllm_colocated on a CPU: the servers go to sleep and wake as on GPUs, but there is nothing to release"
+        )
 
 
-def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> ServerPool:
-    cfg = recipe.rollout.vllm
+def _gpus(cfg: VllmConfig, actor: Actor, group: RunGroup, colocated: bool) -> list[str]:
+    """Return, on every rank, CUDA_VISIBLE_DEVICES of each server; empty ones on a CPU."""
+    if actor.device.type != "cuda":
+        return [""] * cfg.num_servers
+    if not colocated:
+        return server_gpus(cfg, actor.ranks.world)
+    ranks = actor.ranks
+    assert actor.device.index is not None
+    gpu = visible_gpus()[actor.device.index]
+    seat = Seat(replica=ranks.dp_rank, stage=ranks.pp_rank, tp_rank=ranks.tp_rank, host=socket.gethostname(), gpu=gpu)
+    return replica_gpus(group.from_first(group.to_first(seat)))
+
+
+def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_dir: Path, source_dir: Path) -> ServerPool:
+    assert cfg.transport is not None
     on_cuda = actor.device.type == "cuda"
     formats = recipe.precision.rollout_scale_format or recipe.precision.scale_format
     spec = ServerSpec(
@@ -91,12 +107,12 @@ def _pool(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) -> Serv
         on_cuda=on_cuda,
         log_dir=run_dir / "engines",
         start_timeout_s=cfg.start_timeout_s,
+        sleeps=recipe.rollout.engine is Engine.vllm_colocated,
     )
     key = os.environ.get(KEY_VARIABLE, "") if cfg.urls else new_key()
     if len(key) < MIN_KEY_CHARS:
         raise ValueError(f"rollout.vllm.urls names servers, so {KEY_VARIABLE} must hold their key, of at least {MIN_KEY_CHARS} characters")
-    gpus = server_gpus(cfg, actor.ranks.world) if on_cuda else [""] * cfg.servers
-    servers = [VllmServer(number, spec, key, gpus[number]) for number in range(cfg.servers)]
+    servers = [VllmServer(number, spec, key, gpus[number]) for number in range(cfg.num_servers)]
     clients = [EngineClient(url=url, key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
     fp8 = fp8_modules(actor.arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
     limits = PoolLimits(request_timeout_s=cfg.request_timeout_s, push_timeout_s=cfg.push_timeout_s, max_restarts=cfg.max_restarts)
@@ -112,13 +128,14 @@ def visible_gpus() -> list[str]:
 def server_gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
     """Return CUDA_VISIBLE_DEVICES of each server: as the recipe says, or the GPUs behind the actor's.
 
-    Raises ValueError where there are too few, or where one that NCCL joins with the actor is the actor's own.
+    Raises ValueError where there are too few, where one that NCCL joins with the actor is the actor's own, and where one that CUDA IPC
+    reaches is not.
     """
-    visible, needed = visible_gpus(), num_actors + cfg.servers * cfg.tp
+    visible, needed = visible_gpus(), num_actors + cfg.num_servers * cfg.tp
     if not cfg.gpus and len(visible) < needed:
         raise ValueError(
-            f"{num_actors} actor processes and rollout.vllm.servers={cfg.servers} of tp={cfg.tp} need {needed} GPUs and this machine has "
-            f"{len(visible)}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
+            f"{num_actors} actor processes and rollout.vllm.servers={cfg.num_servers} of tp={cfg.tp} need {needed} GPUs and this machine "
+            f"has {len(visible)}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
         )
     firsts = range(num_actors, needed, cfg.tp)
     chosen = list(cfg.gpus) or [",".join(visible[first : first + cfg.tp]) for first in firsts]
@@ -128,6 +145,12 @@ def server_gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
             f"rollout.vllm.gpus puts servers on GPU {', '.join(shared)}, where the actor runs: NCCL cannot join two processes on one GPU; "
             "use other GPUs, or rollout.vllm.transport=disk or ipc"
         )
+    others = sorted({gpu for gpus in chosen for gpu in gpus.split(",")} - set(visible[:num_actors]))
+    if others and cfg.transport is Transport.ipc:
+        raise ValueError(
+            f"rollout.vllm.transport is ipc and there are servers on GPU {', '.join(others)}, where no process of the actor runs: name the "
+            "actor's GPUs in rollout.vllm.gpus, or use rollout.engine=vllm_colocated, or rollout.vllm.transport=nccl or disk"
+        )
     return chosen
 
 
@@ -135,10 +158,12 @@ def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, so
     root = Path(cfg.weights_dir) if cfg.weights_dir else run_dir / "engine_weights"
     if cfg.transport is Transport.disk:
         return DiskTransport(root.absolute(), source_dir, actor, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
-    from jetrl_megatron.sync.cuda import IpcTransport, NcclTransport
-
     if cfg.transport is Transport.nccl:
+        from jetrl_megatron.sync.cuda import NcclTransport
+
         return NcclTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+    from jetrl_megatron.sync.ipc import IpcTransport
+
     return IpcTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
 
 

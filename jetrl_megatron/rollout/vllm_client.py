@@ -12,7 +12,7 @@ import http.client
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 from jetrl_megatron.contracts import FinishReason, SamplingParams
@@ -92,6 +92,14 @@ class EngineClient:
     def resume(self, timeout_s: float = 30.0) -> None:
         """Admit requests again."""
         self._call("POST", "/resume", None, timeout_s)
+
+    def sleep(self, timeout_s: float) -> None:
+        """Give up requests that nobody waits for, admit no more, and release weights and KV cache (see compat.sleep_arguments)."""
+        self._call("POST", "/sleep?" + urlencode({"level": 2, "mode": "abort"}), None, timeout_s)
+
+    def wake(self, part: Literal["weights", "kv_cache"], timeout_s: float) -> None:
+        """Take the memory of one part again, without content: the weights must be loaded before anything is computed."""
+        self._call("POST", "/wake_up?" + urlencode({"tags": part}), None, timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forget every cached prefix; raises ServerGone where the server says that it could not."""

@@ -4,6 +4,8 @@ Enters: each data-parallel replica's requests. Leaves: its completions, in order
 replicas' requests become one dispatch, so that no server waits for another replica's tail. While rank 0 dispatches, the other ranks follow
 its word: they take part in a weight push where a server came back without weights, and receive the completions at the end.
 
+Servers that share the actor's GPUs sleep from `rest` until the next push has verified them.
+
 A request's draw is keyed by (seed, prompt id, sample index) through its own seed in the server. Its log-probs are the engine's; where the
 engine's logits depend on what else is in the batch, so do its draws.
 """
@@ -85,6 +87,8 @@ class Place:
     """Requests that one server takes at a time."""
     max_repeats: int
     """How often a request may be sent again."""
+    shares_device: bool = False
+    """Whether the servers are on the actor's own GPUs, and sleep while it trains."""
 
 
 class VllmEngine:
@@ -138,6 +142,8 @@ class VllmEngine:
         assert pool is not None
         for _, request in owners:
             check_fits(request, params, self._place.max_positions)
+        if pool.asleep():
+            raise RunFailure(f"the engine servers have slept since version {pool.version}: push weights before drawing")
         version = pool.version
 
         def send(server: int, owned: tuple[int, Request]) -> Drawn:
@@ -158,6 +164,23 @@ class VllmEngine:
         """On rank 0: call the other ranks to a push and take part."""
         self._group.from_first((_PUSH, None))
         self._push_again()
+
+    def rest(self) -> None:
+        """Let the servers release the actor's GPUs; collective over all ranks of the run. See `RolloutEngine.rest`.
+
+        Raises RunFailure or ValueError on every rank where a server refuses.
+        """
+        if not self._place.shares_device:
+            return
+        self._group.to_first(None)  # every rank is here: none allocates while a server measures what it has released
+        failure: Exception | None = None
+        word: tuple[str, Any] = (_DONE, None)
+        if self.pool is not None:
+            try:
+                self.pool.rest()
+            except (ValueError, RuntimeError) as error:
+                failure, word = error, (_FAILED, (isinstance(error, ValueError), str(error)))
+        self._group.result_of(self._group.from_first(word), failure)
 
     def close(self) -> None:
         """Stop the servers."""

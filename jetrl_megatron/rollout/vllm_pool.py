@@ -4,11 +4,13 @@ Enters: `Published` weights and a way to load them into one live server. Leaves:
 fingerprints of the pool's version. States of a server:
 
     off -> starting -> [blank ->] ready <-> pushing          any -> starting (died, restarted) -> ... -> lost (restarted too often)
+                                  ready -> asleep -> pushing          between `rest` and the next push, where servers share the actor's GPUs
 
 Invariants: only `ready` servers are given requests; a server becomes `ready` only by verification against the pool's current `Published`,
 after its prefix cache was emptied; the version moves when every server that is not `lost` is `ready` with it. A restarted server starts on
 the published directory, so it holds the current weights before its first request; where no weights lie on disk it stays `blank` until the
-next push. One process of the run owns the pool (global rank 0).
+next push. A server that slept holds garbage: a push wakes it for its weights, loads and verifies them, and only then wakes its KV cache.
+One process of the run owns the pool (global rank 0).
 """
 
 import logging
@@ -22,18 +24,15 @@ from typing import Any, Literal
 
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.failure import RunFailure
-from jetrl_megatron.rollout.published import Published, differences, summary
+from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import Drawn, EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_server import VllmServer
+from jetrl_megatron.rollout.vllm_verify import verify_buffers, verify_weights
 
 _LOG = logging.getLogger(__name__)
-State = Literal["off", "starting", "blank", "ready", "pushing", "lost"]
+State = Literal["off", "starting", "blank", "ready", "pushing", "asleep", "lost"]
 Load = Callable[[EngineClient, Published], None]
 """Put published weights into one live, paused server."""
-
-
-class WeightMismatch(RunFailure):
-    """An engine does not hold what the actor published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +107,11 @@ class ServerPool:
         with self._lock:
             return any(m.state == "blank" for m in self._members)
 
+    def asleep(self) -> bool:
+        """Tell whether `rest` was called and no push has come since."""
+        with self._lock:
+            return any(m.state == "asleep" for m in self._members)
+
     def complete(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Drawn:
         """Draw one completion on one server; see `EngineClient.complete`."""
         client = self._members[number].client
@@ -138,20 +142,43 @@ class ServerPool:
             self._await_restart(member)
         return [m.client for m in self._members if m.state != "lost" and m.client is not None]
 
-    def update(self, published: Published, load: Load) -> None:
+    def update(self, published: Published, load: Load, left_out: Callable[[], None] = lambda: None) -> None:
         """Bring every server to `published`, verified; only then the pool's version is its version.
 
-        load: called in one thread a server, at the same time. A server that dies on the way is restarted on the published directory.
-        Raises WeightMismatch naming tensors, or RunFailure where no server is left.
+        load: called in one thread a server, at the same time. left_out: called for each server of `start` that is not loaded after all,
+        because it is gone before, for a `load` that waits for the others. A server that dies on the way is restarted on the published
+        directory. Raises WeightMismatch naming tensors, or RunFailure where no server is left.
         """
         start_s = time.monotonic()
         self.start(published)
-        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load)))
+        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load, left_out)))
         for member in self._members:
             self._await_restart(member)
         self.ready()
         self._version = published.version.step
         self.counts.push_s.append(time.monotonic() - start_s)
+
+    def rest(self) -> None:
+        """Put every server to sleep: none answers until the next `update` has verified it.
+
+        One that is coming back comes back first. One that does not answer is stopped, so that its memory is free too; the next push starts
+        it anew.
+        """
+        for member in self._members:
+            self._await_restart(member)
+        self._each(lambda m: m.state in ("ready", "blank"), self._lay_down)
+
+    def _lay_down(self, member: _Member) -> None:
+        client = member.client
+        assert client is not None, member.number
+        with self._lock:
+            member.state, member.started_on = "asleep", None
+        try:
+            client.sleep(self._limits.push_timeout_s)
+        except ServerGone as cause:
+            _LOG.warning("engine server %d did not go to sleep (%s); the next push starts it anew", member.number, cause)
+            if member.server is not None:
+                member.server.stop()
 
     def _each(self, chosen: Callable[[_Member], bool], work: Callable[[_Member], None]) -> None:
         """Do something with several members at the same time; raises what the first of them raised."""
@@ -175,45 +202,45 @@ class ServerPool:
             member.client = member.server.start(published.directory, published.has_weights)
             member.started_on = published.directory if published.has_weights else None
 
-    def _bring(self, member: _Member, published: Published, load: Load) -> None:
+    def _bring(self, member: _Member, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load one live server, unless it was started on these very weights, and verify it."""
-        client = member.client
+        client, awaited = member.client, True
         assert client is not None, member.number
-        with self._lock:
-            if member.state == "ready" and member.started_on == published.directory:
-                return  # it came back a moment ago, on these weights, and is verified
-            member.state = "pushing"
-        if member.started_on != published.directory:
-            client.pause(self._limits.push_timeout_s)
-            load(client, published)
+        try:
+            with self._lock:
+                if member.state == "ready" and member.started_on == published.directory:
+                    return  # it came back a moment ago, on these weights, and is verified
+                slept = member.state == "asleep"
+                member.state = "pushing"
+            if slept:
+                client.wake("weights", self._limits.push_timeout_s)
+            if member.started_on != published.directory:
+                client.pause(self._limits.push_timeout_s)
+                awaited = False
+                load(client, published)
+        finally:
+            if awaited:
+                left_out()
         member.started_on = None
-        self._admit(member, published)
+        self._admit(member, published, slept)
 
-    def _admit(self, member: _Member, published: Published) -> None:
-        """Verify, empty the prefix cache and let the server serve."""
+    def _admit(self, member: _Member, published: Published, slept: bool = False) -> None:
+        """Verify, wake the KV cache of a server that slept, empty the prefix cache and let the server serve."""
         client = member.client
         assert client is not None
         client.rpc("jetrl_after_load", {}, self._limits.push_timeout_s)
         self._verify(member.number, client, published)
+        if slept:
+            verify_buffers(f"engine server {member.number}", client, self._limits.push_timeout_s)
+            client.wake("kv_cache", self._limits.push_timeout_s)
         client.reset_prefix_cache()
         client.resume()
         with self._lock:
             member.state = "ready"
 
     def _verify(self, number: int, client: EngineClient, published: Published) -> None:
-        """Compare what every rank of a server computes with, tensor by tensor; raises WeightMismatch naming them."""
-        arguments = {"config": self._config, "algorithm": published.algorithm}
-        reports = client.rpc("jetrl_fingerprints", arguments, self._limits.push_timeout_s)
-        ranks = sorted(report["rank"] for report in reports)
-        if ranks != list(range(len(published.expected))):
-            raise WeightMismatch(f"engine server {number} has ranks {ranks}, expected {len(published.expected)} of them")
-        lines = [
-            f"rank {report['rank']}: {line}"
-            for report in reports
-            for line in differences(published, report["rank"], report["held"], report["unsigned_zeros"])
-        ]
-        if lines:
-            raise WeightMismatch(f"engine server {number} does not hold version {published.version.step}: {summary(lines)}")
+        """Raise WeightMismatch where a server computes with other weights than `published`."""
+        verify_weights(f"engine server {number}", client, published, self._config, self._limits.push_timeout_s)
 
     def _restart(self, member: _Member) -> None:
         """Begin to bring a dead server back; the lock is held."""

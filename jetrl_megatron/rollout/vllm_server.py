@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jetrl_megatron.failure import RunFailure
-from jetrl_megatron.rollout.compat import engine_environment, engine_numerics, request_fields, server_module, vllm_version
+from jetrl_megatron.rollout.compat import (
+    engine_environment,
+    engine_numerics,
+    request_fields,
+    server_module,
+    sleep_arguments,
+    vllm_version,
+)
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
 from jetrl_megatron.rollout.vllm_client import EngineClient
 
@@ -46,6 +53,8 @@ class ServerSpec:
     on_cuda: bool
     log_dir: Path
     start_timeout_s: float
+    sleeps: bool = False
+    """Whether it releases its GPU memory while it sleeps."""
     host: str = "127.0.0.1"
 
 
@@ -72,8 +81,9 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     words += ["--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching"]
     words += [] if with_weights else ["--load-format", "dummy"]
-    if spec.transport != "disk":
-        words += ["--weight-transfer-config", json.dumps({"backend": spec.transport})]
+    words += sleep_arguments(spec.on_cuda) if spec.sleeps else []
+    if spec.transport == "nccl":
+        words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
     return words if spec.cuda_graphs else [*words, "--enforce-eager"]
 
 
@@ -90,8 +100,6 @@ def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str,
         "VLLM_LOGGING_LEVEL": kept.get("VLLM_LOGGING_LEVEL", "INFO"),
         **engine_environment(spec.on_cuda, spec.power_of_two_scales),
     }
-    if spec.transport == "ipc":
-        switches["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles come pickled, and only from who has the key
     if gpus:
         switches["CUDA_VISIBLE_DEVICES"] = gpus
     if not spec.on_cuda:

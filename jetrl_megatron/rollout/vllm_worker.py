@@ -1,4 +1,4 @@
-"""What this project adds to a vLLM worker process: it says which bytes the engine computes with, and readies the device.
+"""What this project adds to a vLLM worker process: it says which bytes the engine computes with, and loads them by CUDA IPC.
 
 Enters: calls over the server's `/collective_rpc`. Leaves: fingerprints of every rectangle of the canonical (Hugging Face) tensors that this
 worker holds, in checkpoint layout, and which of them were read back with negative zeros made positive. vLLM loads the class by name
@@ -13,8 +13,11 @@ from torch import Tensor
 from conversion.architecture import ModelArchitecture
 from conversion.names import EMBEDDING, SCALE_SUFFIX
 from conversion.shards import Piece, StoredTensor
+from jetrl_megatron.rollout.bucket import open_bucket
 from jetrl_megatron.rollout.compat import (
+    begin_reload,
     embedding_rows,
+    end_reload,
     has_packed_head,
     held_weight,
     prepare_device,
@@ -22,7 +25,7 @@ from jetrl_megatron.rollout.compat import (
     worker_model,
     worker_tp_rank,
 )
-from jetrl_megatron.rollout.fingerprint import Algorithm, fingerprint, unsigned_zero
+from jetrl_megatron.rollout.fingerprint import Algorithm, algorithm_for, fingerprint, unsigned_zero
 from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name
 
 
@@ -31,7 +34,30 @@ class WeightReader:
 
     def jetrl_prepare(self) -> dict[str, Any]:
         """Make the device ready for the first request; called once behind the start. Returns `matrix_unit`."""
+        self._jetrl_buffers = _buffers(worker_model(self))
         return {"matrix_unit": prepare_device()}
+
+    def jetrl_changed_buffers(self) -> list[str]:
+        """Return the names of buffers (what the model computes with and no checkpoint holds) that are not what they were at the start."""
+        held = _buffers(worker_model(self))
+        return sorted(name for name in held.keys() | self._jetrl_buffers.keys() if held.get(name) != self._jetrl_buffers.get(name))
+
+    @torch.no_grad()
+    def jetrl_begin_load(self) -> None:
+        """Ready the model for tensors that `jetrl_load` brings."""
+        begin_reload(worker_model(self))
+
+    @torch.no_grad()
+    def jetrl_load(self, bucket: dict[str, Any]) -> None:
+        """Load one bucket of whole canonical tensors from a buffer of the actor on this worker's GPU; see `rollout/bucket.py`."""
+        model = worker_model(self)
+        cast(Any, model).load_weights(open_bucket(bucket, cast(Any, self).device))
+        torch.accelerator.synchronize()
+
+    @torch.no_grad()
+    def jetrl_end_load(self) -> None:
+        """Complete what `jetrl_begin_load` began."""
+        end_reload(worker_model(self), self)
 
     @torch.no_grad()
     def jetrl_after_load(self) -> None:
@@ -55,6 +81,10 @@ class WeightReader:
         if arch.tie_embeddings:
             reader.check_tied_head()
         return {"rank": rank, "held": reader.held, "unsigned_zeros": reader.unsigned_zeros, "fp8_linears": len(fp8)}
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, str]:
+    return {name: fingerprint(buffer, algorithm_for(buffer.device)) for name, buffer in model.named_buffers()}
 
 
 def fp8_linears(model: torch.nn.Module) -> frozenset[str]:

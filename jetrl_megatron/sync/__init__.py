@@ -5,7 +5,8 @@ In the order the data flows:
 - `wire`: this rank's shards -> canonical (Hugging Face) tensors on the leader of each pipeline stage, gathered within TP only. The wire
   format is the checkpoint format: `X.weight` E4M3 with `X.weight_scale_inv` FP32, or BF16; each receiver slices and packs for itself.
 - `transport`: what every transport does, and what it may not do. `disk`: a directory that servers reload from (CPUs, far-away pools).
-  `nccl`, `ipc`: vLLM's weight-transfer API on CUDA, from memory to memory.
+  `cuda`: NCCL through vLLM's weight-transfer API, to other GPUs. `ipc`: CUDA IPC to workers on the actor's own GPUs, several servers in
+  step through `relay`.
 - `publish`: one push, on all ranks: send, let every server verify, only then move the version.
 
 Invariant: no completion carries version v+1 before every server of the pool has reported the fingerprints of v+1 for every tensor it

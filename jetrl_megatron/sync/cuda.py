@@ -1,16 +1,13 @@
-"""Weights from GPU to GPU through vLLM's weight-transfer API: NCCL to pools on other GPUs, CUDA IPC to servers on the actor's own.
+"""Weights from GPU to GPU by NCCL, through vLLM's weight-transfer API, to pools on other GPUs than the actor's.
 
 Enters: the stage wires. Leaves: verified servers, and no weights on a disk: a server that comes back starts on random ones, stays blank,
 and gets the current ones by a push before its first request. Small tensors travel packed, scales with codes, in large buffers.
 
-NCCL: rank 0 broadcasts to all engine ranks; with pipeline stages their leaders hand their tensors to rank 0 first, because the API knows
+Rank 0 broadcasts to all engine ranks; with pipeline stages their leaders hand their tensors to rank 0 first, because the API knows
 one sender. A server that dies in the middle of a broadcast blocks it: that push does not come back, unlike one over `disk`.
-IPC: each actor rank gathers whole tensors over its TP group and shows them to the engine rank on its own GPU; it needs pp = 1.
-Needs CUDA and vLLM 0.26. NCCL has run from one GPU to another with every push verified; see results/LOG.md for what has run.
+Needs CUDA and vLLM 0.26. It has run from one GPU to another with every push verified; see results/LOG.md for what has run.
 """
 
-import base64
-import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +30,7 @@ from jetrl_megatron.sync.wire import StageWire
 _BUFFER_BYTES = 512 * 2**20
 
 
-class _MemoryTransport:
+class MemoryTransport:
     """What NCCL and IPC have in common: a model directory without weights, and names that every server is told before the bytes."""
 
     def __init__(self, root: Path, source_dir: Path, group: RunGroup, *, engine_tp: int, timeout_s: float) -> None:
@@ -57,7 +54,7 @@ class _MemoryTransport:
         """Nothing is held between pushes."""
 
 
-class NcclTransport(_MemoryTransport):
+class NcclTransport(MemoryTransport):
     """Transport over one NCCL group of rank 0 and every engine rank of the pool."""
 
     _communicator: Any = None
@@ -95,7 +92,7 @@ class NcclTransport(_MemoryTransport):
             NCCLWeightTransferEngine.trainer_send_weights(_from_stages(wire), arguments)
             torch.cuda.synchronize()
 
-        _beside(lambda: pool.update(published, load), broadcast)
+        beside(lambda: pool.update(published, load), broadcast)
         return published.version
 
     def _join(self, clients: list[EngineClient]) -> None:
@@ -127,55 +124,6 @@ class NcclTransport(_MemoryTransport):
         self._members = members
 
 
-class IpcTransport(_MemoryTransport):
-    """Transport by CUDA IPC to one server whose ranks run on the actor's GPUs."""
-
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
-        """Show every bucket to the server on the same GPU. See `Transport.push`.
-
-        Raises ValueError where the actor has pipeline stages or replicas: then no rank holds everything, or several servers would be
-        needed.
-        """
-        if wire.num_stages > 1 or wire.num_replicas > 1:
-            raise ValueError("rollout.vllm.transport=ipc needs parallel.pp=1 and one data-parallel replica; use nccl or disk")
-        shares = self._group.to_first(self._hash(wire))
-        clients: list[EngineClient] = []
-        published: Published | None = None
-        if pool is not None:
-            assert shares is not None
-            published = self._published(wire, shares[:1], step)
-            clients = pool.start(published)
-        if self._group.from_first(len(clients)) != 1:
-            raise ValueError("rollout.vllm.transport=ipc needs exactly one server; set rollout.vllm.servers=1")
-        if pool is None:
-            self._show(wire, None)
-            return None
-        assert published is not None
-
-        def load(client: EngineClient, _: Published) -> None:
-            client.control("/start_weight_update", None, self._timeout_s)
-            self._show(wire, client)
-            client.control("/finish_weight_update", None, self._timeout_s)
-
-        pool.update(published, load)
-        return published.version
-
-    def _show(self, wire: StageWire, client: EngineClient | None) -> None:
-        """Run vLLM's own sender on every rank; rank 0 passes each chunk's handles on with the run's key."""
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-
-        def post(info: Any) -> None:
-            assert client is not None
-            fields = {"names": info.names, "dtype_names": info.dtype_names, "shapes": info.shapes, "packed": info.packed}
-            fields["tensor_sizes"] = info.tensor_sizes
-            fields["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(info.ipc_handles)).decode()
-            client.control("/update_weights", {"update_info": fields}, self._timeout_s)
-
-        torch.cuda.set_device(wire.device)
-        arguments = {"send_mode": post, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
-        IPCWeightTransferEngine.trainer_send_weights(wire.stream(), arguments)
-
-
 def _described(wire: StageWire, shares: list[Share | None]) -> tuple[list[str], list[str], list[list[int]]]:
     """Return names, dtypes and shapes in the order in which rank 0 broadcasts."""
     described = wire.described()
@@ -201,7 +149,7 @@ def _send_to_first(wire: StageWire) -> None:
         dist.send(tensor.contiguous().view(torch.uint8), dst=0)
 
 
-def _beside(background: Callable[[], None], foreground: Callable[[], None]) -> None:
+def beside(background: Callable[[], None], foreground: Callable[[], None]) -> None:
     """Run both at the same time and raise what either raises, the background's first: it knows which server failed."""
     failures: list[Exception] = []
 

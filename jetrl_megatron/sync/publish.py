@@ -7,6 +7,8 @@ completions drawn from now on carry. Happens-before: the version is returned, on
 import logging
 import time
 
+import torch
+
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.vllm_engine import RunGroup
@@ -21,11 +23,22 @@ class Publisher:
     """Pushes an actor's weights.
 
     actor: whose weights. pool: on rank 0, None elsewhere. transport: how. group: all ranks of the run. everywhere: see StageWire.
+    shares_device: whether servers take memory on the actor's GPUs in a push.
     """
 
-    def __init__(self, actor: Actor, pool: ServerPool | None, transport: Transport, group: RunGroup, *, everywhere: bool = False) -> None:
+    def __init__(
+        self,
+        actor: Actor,
+        pool: ServerPool | None,
+        transport: Transport,
+        group: RunGroup,
+        *,
+        everywhere: bool = False,
+        shares_device: bool = False,
+    ) -> None:
         """Plan the wire once: the layout does not change during a run."""
         self._actor, self._pool, self._transport, self._group = actor, pool, transport, group
+        self._shares_device = shares_device
         self._wire = StageWire(actor, everywhere=everywhere)
         self.version: WeightVersion | None = None
         """What the servers were last verified to hold."""
@@ -41,6 +54,8 @@ class Publisher:
         step = self._actor.version
         if self.version is not None and step < self.version.step:
             raise RuntimeError(f"version {step} would follow {self.version.step}; versions only grow")
+        if self._shares_device:
+            torch.cuda.empty_cache()  # what the update left in the allocator's cache the servers need; on a CPU there is nothing
         done: WeightVersion | None = None
         failure: Exception | None = None
         try:

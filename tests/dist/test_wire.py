@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from conversion.convert import Target, convert
+from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE
+from tests.dist.ipc_run import push as push_ipc
 from tests.dist.ranks import run_ranks
 from tests.dist.wire_run import push, push_once, stream_all
 from tests.tiny_models import write_tiny_model
@@ -82,3 +84,17 @@ def test_two_stages_write_one_checkpoint(models, tmp_path):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for _, tensor in held.values())
     (single,) = run_ranks(push_once, 1, str(models["qwen3"]), str(tmp_path / "x"), 1, 1)
     assert single == versions[0], "the digest of a version does not depend on the actor's layout"
+
+
+@pytest.mark.parametrize(("tp", "dies_at"), [(1, ALIVE), (2, ALIVE), (1, 2), (1, ASLEEP), (1, BEFORE)])
+def test_ipc_brings_every_server_the_buffer_of_the_rank_on_its_gpu(models, tmp_path, tp, dies_at):
+    """Two replicas (tp=1) or two TP ranks, a server on each; the one on GPU 1 may die before or in the middle, and the other goes on."""
+    (version, gone, servers), other = run_ranks(push_ipc, 2, str(models["qwen3"]), str(tmp_path), tp, 300_000, dies_at)
+    assert version == other and gone == ([] if dies_at == ALIVE else [1])
+    wanted = {name: digest for name, (_, _, digest) in table(models["qwen3"].with_name("qwen3-fp8")).items()}
+    for gpu, (calls, held) in enumerate(servers):
+        if gpu in gone:
+            assert calls == (["jetrl_begin_load", *["jetrl_load"] * dies_at] if dies_at > 0 else [])
+        else:
+            assert held == wanted
+            assert calls[0] == "jetrl_begin_load" and calls[-1] == "jetrl_end_load" and calls.count("jetrl_load") > 3

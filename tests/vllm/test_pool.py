@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from conversion.cast import dequantize_bytes
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
-from jetrl_megatron.rollout.vllm_pool import WeightMismatch
 from jetrl_megatron.rollout.vllm_server import new_key
+from jetrl_megatron.rollout.vllm_verify import WeightMismatch
 from tests.vllm.engines import SERVES_FP8, load_from_disk, make_pool, publish, write_model
 
 pytestmark = pytest.mark.any_cpu

@@ -26,3 +26,9 @@ def test_nccl_on_the_actors_own_gpu_is_refused():
     with pytest.raises(ValueError, match="puts servers on GPU 3, where the actor runs: NCCL cannot join"):
         server_gpus(VllmConfig(servers=1, tp=2, gpus=["3,5"], transport=Transport.nccl), 2)
     assert server_gpus(VllmConfig(servers=1, gpus=["5"], transport=Transport.nccl), 2) == ["5"]
+
+
+def test_ipc_to_a_gpu_without_the_actor_is_refused():
+    with pytest.raises(ValueError, match=r"ipc and there are servers on GPU 5, where no process of the actor runs"):
+        server_gpus(VllmConfig(servers=2, gpus=["2", "5"], transport=Transport.ipc), 2)
+    assert server_gpus(VllmConfig(servers=2, gpus=["2", "2"], transport=Transport.ipc), 2) == ["2", "2"]

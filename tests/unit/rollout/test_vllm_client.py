@@ -1,6 +1,7 @@
 """What the client asks for and what it accepts; what the door lets through; what a server's command line and environment hold."""
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def test_a_server_binds_to_loopback_behind_the_door_with_the_log_probs_of_its_ow
     assert pairs["--logprobs-mode"] == "processed_logprobs" and pairs["--generation-config"] == "vllm"
     assert pairs["--load-format"] == "dummy" and pairs["--tensor-parallel-size"] == "2"
     assert server_environment(SPEC, KEY, "", {})["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
+@pytest.mark.parametrize(("sleeps", "on_cuda", "there"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_sleep_mode_is_asked_for_where_it_can_release_something(sleeps, on_cuda, there):
+    words = server_command(replace(SPEC, sleeps=sleeps, on_cuda=on_cuda), Path("model"), 1234, with_weights=True)
+    assert ("--enable-sleep-mode" in words) == there
+
+
+@pytest.mark.parametrize(("transport", "there"), [("disk", False), ("ipc", False), ("nccl", True)])
+def test_only_nccl_needs_an_engine_of_vllm_for_its_weights(transport, there):
+    """Its IPC engine takes the package ray and unpickles what it is sent."""
+    spec = replace(SPEC, transport=transport)
+    assert ("--weight-transfer-config" in server_command(spec, Path("model"), 1234, with_weights=False)) == there
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in server_environment(spec, KEY, "", {})
 
 
 def asked(headers, kind="http", path="/update_weights"):

@@ -1,9 +1,12 @@
 """The pool as a RolloutEngine in one process: order, versions, seeds, and what does not fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
 from jetrl_megatron.contracts import Prompt, SamplingParams
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.engine import Request
 from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine, request_seed
@@ -17,9 +20,18 @@ class FakePool:
 
     def __init__(self):
         self.version, self.waits, self.failures, self.seeds = 7, False, 0, []
+        self.sleeps, self.refuses = False, None
 
     def blank(self):
         return self.waits
+
+    def asleep(self):
+        return self.sleeps
+
+    def rest(self):
+        self.sleeps = True
+        if self.refuses:
+            raise self.refuses
 
     def ready(self):
         assert not self.waits
@@ -37,14 +49,14 @@ class FakePool:
 
 
 @pytest.fixture
-def made():
+def made(request):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     pool = FakePool()
 
     def push():
         pool.waits, pool.version = False, 8
 
-    yield pool, VllmEngine(pool, RunGroup(10.0), PLACE, push)
+    yield pool, VllmEngine(pool, RunGroup(10.0), replace(PLACE, shares_device=getattr(request, "param", False)), push)
     dist.destroy_process_group()
 
 
@@ -79,3 +91,30 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_sent(made, len
     with pytest.raises(ValueError, match=words):
         engine.generate(requests(2, length), PARAMS, seed=1)
     assert pool.seeds == []
+
+
+def test_servers_on_other_gpus_do_not_sleep(made):
+    pool, engine = made
+    engine.rest()
+    assert not pool.sleeps
+
+
+@pytest.mark.parametrize("made", [True], indirect=True)
+def test_nothing_is_sent_to_servers_that_sleep(made):
+    pool, engine = made
+    engine.rest()
+    assert pool.sleeps
+    with pytest.raises(RunFailure, match="have slept since version 7: push weights before drawing"):
+        engine.generate(requests(2), PARAMS, seed=1)
+    assert pool.seeds == []
+    pool.sleeps = False
+    assert len(engine.generate(requests(2), PARAMS, seed=1)) == 2
+
+
+@pytest.mark.parametrize("made", [True], indirect=True)
+@pytest.mark.parametrize("cause", [RunFailure("no engine server is left"), ValueError("refused")])
+def test_a_rest_that_fails_fails_the_run(made, cause):
+    pool, engine = made
+    pool.refuses = cause
+    with pytest.raises(type(cause), match=str(cause)):
+        engine.rest()

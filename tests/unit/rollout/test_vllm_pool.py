@@ -9,7 +9,8 @@ import pytest
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import ServerGone
-from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool, WeightMismatch
+from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
+from jetrl_megatron.rollout.vllm_verify import WeightMismatch
 
 LIMITS = PoolLimits(request_timeout_s=1.0, push_timeout_s=1.0, max_restarts=2)
 
@@ -59,6 +60,8 @@ class FakeClient:
 class FakeServer:
     """Starts at once; holds what lies in the directory it is started on."""
 
+    client_class = FakeClient
+
     def __init__(self):
         self.pid, self.starts, self.hold_start, self.broken = 1, [], threading.Event(), False
         self.hold_start.set()
@@ -68,7 +71,8 @@ class FakeServer:
         self.hold_start.wait(10)
         if self.broken:
             raise RuntimeError("it does not start")
-        self.client = FakeClient(directory.name.replace("v", "weights ") if with_weights else "random")
+        self.pid = 1
+        self.client = self.client_class(directory.name.replace("v", "weights ") if with_weights else "random")
         return self.client
 
     def stop(self):

@@ -1,0 +1,90 @@
+"""Weights by CUDA IPC: from each actor rank to the engine worker on its own GPU, for servers that share the actor's GPUs.
+
+Enters: the stage wires. Leaves: verified servers, and no weights on a disk, as with NCCL. Each rank gathers whole tensors over its TP group
+into a buffer on its GPU; rank 0 collects where all the buffers are and posts that, bucket by bucket, to every server at the same time; each
+worker reads the buffer on its own GPU. The next bucket is filled when every server has read the last. A server that dies leaves the push,
+and gets its weights by the next one; the rest goes on.
+It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26; see results/LOG.md for what has run.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.bucket import Bucket, fill_buckets, gpu_name, show_buffer
+from jetrl_megatron.rollout.published import Published
+from jetrl_megatron.rollout.vllm_client import EngineClient
+from jetrl_megatron.rollout.vllm_pool import ServerPool
+from jetrl_megatron.sync.cuda import MemoryTransport, beside
+from jetrl_megatron.sync.relay import Relay
+from jetrl_megatron.sync.wire import StageWire
+
+_BUFFER_BYTES = 512 * 2**20
+
+
+class IpcTransport(MemoryTransport):
+    """Transport by CUDA IPC to servers all of whose workers run on the actor's GPUs."""
+
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+        """Show every bucket to the servers. See `Transport.push`.
+
+        Raises ValueError where the actor has pipeline stages.
+        """
+        if wire.num_stages > 1:
+            raise ValueError("rollout.vllm.transport=ipc needs parallel.pp=1: with stages no rank holds all tensors; use disk")
+        shares = self._group.to_first(self._hash(wire))
+        if pool is None:
+            self._show(wire, None)
+            return None
+        assert shares is not None
+        published = self._published(wire, shares[:1], step)
+        relay: Relay[Bucket] = Relay(len(pool.start(published)))
+
+        def load(client: EngineClient, _: Published) -> None:
+            begun = False
+            try:
+                client.rpc("jetrl_begin_load", {}, self._timeout_s)
+                begun = True
+            finally:
+                if not begun:
+                    relay.leave()
+            relay.follow(lambda bucket: client.rpc("jetrl_load", {"bucket": bucket}, self._timeout_s))
+            client.rpc("jetrl_end_load", {}, self._timeout_s)
+
+        def update() -> None:
+            try:
+                pool.update(published, load, relay.leave)
+            finally:
+                relay.close()
+
+        beside(update, lambda: self._show(wire, relay))
+        return published.version
+
+    def _show(self, wire: StageWire, relay: Relay[Bucket] | None) -> None:
+        """Fill this rank's buffer again and again; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""
+        buffer = new_buffer(_buffer_bytes(wire), wire.device)
+        mine = (gpu_name(wire.device), show_buffer(buffer))
+        try:
+            for bucket in fill_buckets(wire.stream(), buffer):
+                handles = self._group.to_first(mine)
+                if relay is not None:
+                    assert handles is not None
+                    relay.give({**bucket, "handles": dict(handles)})
+                self._group.from_first(None)  # every server has read it
+        finally:
+            if relay is not None:
+                relay.end()
+        torch.cuda.ipc_collect()
+
+
+def _buffer_bytes(wire: StageWire) -> int:
+    """Return the bytes of a buffer that holds the largest tensor, an embedding as a rule."""
+    sizes: list[int] = [prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in wire.described().values()]
+    return max(_BUFFER_BYTES, *sizes)
+
+
+def new_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """Return memory for one bucket, [num_bytes] uint8."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)

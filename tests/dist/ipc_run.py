@@ -1,0 +1,88 @@
+"""What one rank of the IPC test does: pushes to servers made of Python that read what the ranks show; a GPU buffer is a file here."""
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl_megatron.rollout import bucket
+from jetrl_megatron.rollout.vllm_client import ServerGone
+from jetrl_megatron.rollout.vllm_engine import RunGroup
+from jetrl_megatron.sync import ipc
+from jetrl_megatron.sync.publish import Publisher
+from tests.dist.wire_run import build
+
+
+ALIVE, ASLEEP, BEFORE = -1, -2, -3
+"""When a server dies, where it is not at a bucket: never, before its load is called, in the first call of it."""
+
+
+class FakeClient:
+    """A server whose worker is on the GPU of the actor's rank `gpu`; it dies at bucket number `dies_at`."""
+
+    def __init__(self, gpu: int, dies_at: int = ALIVE) -> None:
+        self.gpu, self.dies_at, self.calls, self.held = gpu, dies_at, [], {}  # type: ignore[var-annotated]
+
+    def rpc(self, method: str, kwargs: Any, timeout_s: float) -> list[Any]:
+        if method != "jetrl_load":
+            if self.dies_at == BEFORE:
+                raise ServerGone("reset")
+            self.calls.append(method)
+            return [None]
+        if self.calls.count("jetrl_load") == self.dies_at:
+            raise ServerGone("reset")
+        self.calls.append(method)
+        told = kwargs["bucket"]
+        buffer = torch.from_file(told["handles"][f"gpu {self.gpu}"], size=ipc._BUFFER_BYTES, dtype=torch.uint8)
+        for name, tensor in bucket.read_bucket(told, buffer):
+            self.held[name] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return [None]
+
+
+class FakePool:
+    """Loads its servers at the same time; one that is gone is left out, as the real one does until it is back."""
+
+    def __init__(self, clients: list[FakeClient]) -> None:
+        self.clients, self.gone = clients, []  # type: ignore[var-annotated]
+
+    def start(self, published: Any) -> list[FakeClient]:
+        return self.clients
+
+    def update(self, published: Any, load: Any, left_out: Any) -> None:
+        def work(client: FakeClient) -> None:
+            try:
+                if client.dies_at == ASLEEP:
+                    left_out()
+                    raise ServerGone("it died asleep")
+                load(client, published)
+            except ServerGone:
+                self.gone.append(client.gpu)
+
+        threads = [threading.Thread(target=work, args=(client,)) for client in self.clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def push(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> Any:
+    """Push to one server a rank; returns what the servers were asked and hold, on rank 0."""
+    actor = build(hf_dir, tp, 1, "k_complete", "jetrl")
+    group = RunGroup(60.0)
+    file = Path(root) / f"buffer{group.rank}"
+    ipc._BUFFER_BYTES = bucket_bytes
+    mapped = torch.from_file(str(file), shared=True, size=bucket_bytes, dtype=torch.uint8)
+    ipc.new_buffer = lambda num_bytes, device: mapped
+    ipc.gpu_name = lambda device: f"gpu {group.rank}"
+    torch.cuda.ipc_collect = lambda: None
+    ipc.show_buffer = lambda buffer: str(file)  # type: ignore[assignment,return-value]
+    pool = None
+    if group.rank == 0:
+        pool = FakePool([FakeClient(gpu, dies_at if gpu == 1 else ALIVE) for gpu in range(group.size)])
+    transport = ipc.IpcTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0)
+    version = Publisher(actor, pool, transport, group, everywhere=True, shares_device=True).push()  # type: ignore[arg-type]
+    if pool is None:
+        return version
+    return version, pool.gone, [(client.calls, client.held) for client in pool.clients]
