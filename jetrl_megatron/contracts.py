@@ -128,8 +128,8 @@ class TrainBatch:
     ref_logprobs_T: torch.Tensor | None = None
     """[T] float32: the reference policy's, in the same precision flow."""
     loss_rows_L: torch.Tensor | None = None
-    """[L] int64, the positions where `loss_mask_T` is not 0, ascending; made of the mask when the batch is built. Built on the host and then
-    moved, it tells the device how many there are without a question that would stop the host."""
+    """[L] int64, the positions where `loss_mask_T` is not 0, ascending. Made of the mask when the batch is built: L is known on the host
+    then, where asking a device for it in every step would stop the host. Who changes the mask builds the batch anew."""
     num_real_toks: int = 0
     """Positions before the padding."""
     sample_index_S: tuple[int, ...] = ()

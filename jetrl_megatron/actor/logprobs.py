@@ -47,9 +47,9 @@ class VocabShard:
         """Return what each TP rank has, [R, *shape], in rank order."""
         if self.group is None or self.group.size() == 1:
             return tensor[None]
-        parts = tensor.new_empty(self.group.size(), *tensor.shape)
+        parts = tensor.new_empty(self.group.size() * tensor.shape[0], *tensor.shape[1:])
         dist.all_gather_into_tensor(parts, tensor, group=self.group)
-        return parts
+        return parts.view(-1, *tensor.shape)
 
 
 def vocab_shard(vocab_size: int, rows: int, rank: int, group: Any) -> VocabShard:

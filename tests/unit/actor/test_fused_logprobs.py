@@ -1,8 +1,8 @@
 """The Triton passes over the logits and what is built on them, against float64: values, gradients, shards, bits, NaN and Inf.
 
-Bounds, from FP32 arithmetic with unit 2^-24: a log-prob is off by its own rounding and that of its difference from the maximum, 2^-23 |logp|
-together, and by the relative error of the total, at most a few units for each of the at most 10 steps of a lane: 4e-6; entropy likewise.
-A gradient is rounded to BF16, 2^-8 of itself, and where p is near 1 it has p's error, 4e-6 |dlogp| / temperature.
+Bounds, from FP32 arithmetic with unit 2^-24: a log-prob is off by its own rounding and that of its difference from the maximum, together
+2^-23 |logp|, and by the relative error of the total, at most a few units for each of the at most 10 steps of a lane: 4e-6; entropy
+likewise. A gradient is rounded to BF16, 2^-8 of itself, and where p is near 1 it has p's error, 4e-6 |dlogp| / temperature.
 """
 
 import math
@@ -119,7 +119,7 @@ def test_a_poisoned_logit_stays_visible_in_its_row_and_nowhere_else():
 
 
 SHARDS = [(0, 2500), (2560, 2499), (5120, 0)]
-"""(start, valid) of three ranks of 2560 rows; the last holds padding only. Ids between a rank's valid rows and the next rank are not used."""
+"""(start, valid) of three ranks of 2560 rows; the last holds padding only. Ids between valid rows and the next rank are not used."""
 
 
 def sharded(scale: float) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
