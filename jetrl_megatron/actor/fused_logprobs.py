@@ -11,7 +11,6 @@ BF16, the format of both GEMMs that read it, and the GEMM adds dW into FP32 `mai
 Left out: the float64 reference (logprobs.py) and whether the GEMM's rows depend on how many it has, which is cuBLAS's matter.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -28,10 +27,10 @@ def combine(parts_Rn4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total, dot, picked = (torch.zeros_like(top) for _ in range(3))
     for part in parts_Rn4:
         shard_top, shard_total, shard_dot, shard_picked = part.unbind(-1)
-        # A shard of padding only has the maximum -inf: it adds 0, and its gap may not become NaN. inf less inf has to.
-        gap = torch.where(shard_top == -math.inf, 0.0, shard_top - top)
+        gap = shard_top - top
         scale = gap.exp()
         total += shard_total * scale
+        # A shard of padding only has the maximum -inf and adds 0, not 0 * inf; of an infinite maximum the gap is NaN and stays.
         dot += torch.where(scale == 0.0, 0.0, scale * (shard_dot + gap * shard_total))
         picked += shard_picked
     log_total = total.log()
