@@ -127,6 +127,9 @@ class TrainBatch:
     """[T] float32: the actor's own log-probs before the first update on this batch."""
     ref_logprobs_T: torch.Tensor | None = None
     """[T] float32: the reference policy's, in the same precision flow."""
+    loss_rows_L: torch.Tensor | None = None
+    """[L] int64, the positions where `loss_mask_T` is not 0, ascending. Made of the mask when the batch is built: L is known on the host
+    then, where asking a device for it in every step would stop the host. Who changes the mask builds the batch anew."""
     num_real_toks: int = 0
     """Positions before the padding."""
     sample_index_S: tuple[int, ...] = ()
@@ -141,8 +144,10 @@ class TrainBatch:
         return TrainBatch(**moved)
 
     def __post_init__(self) -> None:
-        """Assert that the packed arrays have one length and the segments cover it."""
+        """List the positions of the mask; assert that the packed arrays have one length and the segments cover it."""
         total = self.tokens_T.numel()
         for name in ("positions_T", "labels_T", "loss_mask_T", "loss_weight_T", "advantages_T", "rollout_logprobs_T"):
             assert getattr(self, name).shape == (total,), (name, getattr(self, name).shape, total)
+        if self.loss_rows_L is None:
+            self.loss_rows_L = self.loss_mask_T.nonzero().squeeze(1)
         assert int(self.cu_seqlens_S[0]) == 0 and int(self.cu_seqlens_S[-1]) == total, (self.cu_seqlens_S, total)

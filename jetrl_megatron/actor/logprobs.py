@@ -6,8 +6,8 @@ Enters: hidden states [n, H] BF16 behind the final norm, this rank's rows of lm_
 FP32, equal on all TP ranks. Rows of the padded vocabulary are -inf: they have no probability and no gradient. The same
 function serves the loss, the reference policy and the local rollout engine, so their numbers are equal bit for bit.
 
-The lm_head GEMM is BF16 with FP32 logits on both sides; sums over the vocabulary run in the accumulation type. Rows are processed in chunks
-and the backward makes the logits again.
+The lm_head GEMM is BF16 with FP32 logits on both sides. Rows are processed in chunks and the backward makes the logits again. On a CPU the
+sums over the vocabulary run in float64, here; on CUDA in FP32, in one pass over the logits (fused_logprobs.py).
 """
 
 import math
@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jetrl_megatron.actor.device import accumulate_dtype
 from jetrl_megatron.fp8 import bf16_linear
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Logits of one chunk by device: 64 MiB and 1 GiB in FP32."""
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
+"""Logits of one chunk by device: 64 MiB and 2 GiB in FP32. On CUDA that is all the forward holds beside its sums; the backward holds the
+chunk's gradient in BF16 too, 3 GiB in all. A larger chunk passes fewer times over the FP32 gradient of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,14 @@ class VocabShard:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return what each TP rank has, [R, *shape], in rank order."""
+        if self.group is None or self.group.size() == 1:
+            return tensor[None]
+        parts = tensor.new_empty(self.group.size() * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(parts, tensor, group=self.group)
+        return parts.view(-1, *tensor.shape)
+
 
 def vocab_shard(vocab_size: int, rows: int, rank: int, group: Any) -> VocabShard:
     """Return the shard of TP rank `rank` when every rank holds `rows` rows of a vocabulary of `vocab_size` real tokens."""
@@ -50,17 +58,23 @@ def vocab_shard(vocab_size: int, rows: int, rank: int, group: Any) -> VocabShard
     return VocabShard(start=start, valid=min(max(vocab_size - start, 0), rows), group=group)
 
 
+def plain_logits(hidden_nH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Return h W^T of this rank's rows, [n, V_r] FP32: the one GEMM of loss, reference and rollout."""
+    with torch.no_grad():
+        return bf16_linear(hidden_nH, weight_VH, out_dtype=torch.float32)
+
+
 def head_logits(hidden_nH: Tensor, weight_VH: Tensor, shard: VocabShard, temperature: float) -> Tensor:
     """Return this rank's logits [n, V_r] FP32, divided by the temperature, padding rows at -inf."""
-    with torch.no_grad():
-        logits = bf16_linear(hidden_nH, weight_VH, out_dtype=torch.float32)
+    logits = plain_logits(hidden_nH, weight_VH)
     if temperature != 1.0:
         logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)
     logits[:, shard.valid :] = -math.inf
     return logits
 
 
-def _row_chunks(hidden_nH: Tensor, weight_VH: Tensor) -> list[slice]:
+def row_chunks(hidden_nH: Tensor, weight_VH: Tensor) -> list[slice]:
+    """Return the rows to process together: as many as make `CHUNK_ELEMENTS` logits."""
     num_rows = hidden_nH.shape[0]
     step = max(1, CHUNK_ELEMENTS[hidden_nH.device.type] // max(1, weight_VH.shape[0]))
     return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
@@ -75,21 +89,20 @@ def _pick(logits: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves the hidden states and the log normaliser; makes logits again in the backward."""
+    """The float64 reference. Saves the hidden states and the log normaliser; makes logits again in the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
-        wide = accumulate_dtype(hidden.device)
-        logp, entropy, norm = (hidden.new_empty(hidden.shape[0], dtype=wide) for _ in range(3))
-        for rows in _row_chunks(hidden, weight):
+        logp, entropy, norm = (hidden.new_empty(hidden.shape[0], dtype=torch.float64) for _ in range(3))
+        for rows in row_chunks(hidden, weight):
             logits = head_logits(hidden[rows], weight, shard, temperature)
             top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
-            shifted = logits.to(wide) - top.to(wide)[:, None]
+            shifted = logits.double() - top.double()[:, None]
             weights = torch.exp(shifted)
             shifted.masked_fill_(shifted == -math.inf, 0.0)
-            sums = torch.stack((weights.sum(-1), (weights * shifted).sum(-1), _pick(logits.to(wide), labels[rows], shard)))
+            sums = torch.stack((weights.sum(-1), (weights * shifted).sum(-1), _pick(logits.double(), labels[rows], shard)))
             total, dot, picked = shard.reduce(sums).unbind()
-            norm[rows] = top.to(wide) + torch.log(total)
+            norm[rows] = top.double() + torch.log(total)
             logp[rows] = picked - norm[rows]
             entropy[rows] = torch.log(total) - dot / total
         ctx.save_for_backward(hidden, weight, labels, norm)
@@ -117,25 +130,16 @@ class _TokenLogprobs(torch.autograd.Function):
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
     """Write the gradient of the hidden states [n, H] and add that of the weight [V_r, H] float32, making each chunk's logits again."""
     hidden, weight, labels, norm = ctx.saved_tensors
-    wide = accumulate_dtype(hidden.device)
-    # Where GEMMs are exact in float64 the gradient of the logits stays there; on CUDA it is rounded to BF16, the GEMM's format.
-    operand = torch.float64 if wide is torch.float64 else torch.bfloat16
-    for rows in _row_chunks(hidden, weight):
-        logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).to(wide)
+    for rows in row_chunks(hidden, weight):
+        logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).double()
         dlogits = torch.exp(logits - norm[rows, None]).neg_()
         local = labels[rows] - ctx.shard.start
         mine = (local >= 0) & (local < ctx.shard.valid)
-        dlogits.scatter_add_(1, local.clamp(0, dlogits.shape[1] - 1)[:, None], mine.to(wide)[:, None])
-        dlogits *= dlogp[rows].to(wide)[:, None] / ctx.temperature
-        dlogits = dlogits.to(operand)
-        dhidden[rows] = (dlogits @ weight.to(operand)).to(hidden.dtype)
+        dlogits.scatter_add_(1, local.clamp(0, dlogits.shape[1] - 1)[:, None], mine.double()[:, None])
+        dlogits *= dlogp[rows].double()[:, None] / ctx.temperature
+        dhidden[rows] = (dlogits @ weight.double()).to(hidden.dtype)
         if dweight is not None:
-            dweight += _fp32_product(dlogits.t(), hidden[rows].to(operand))
-
-
-def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B in FP32, accumulated at least there."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
+            dweight += (dlogits.t() @ hidden[rows].double()).float()
 
 
 def token_logprobs(
@@ -157,5 +161,10 @@ def token_logprobs(
     if hidden_nH.shape[0] == 0:
         zero = hidden_nH.float().sum(-1)
         return zero, zero.detach()
-    logp, entropy = _TokenLogprobs.apply(hidden_nH, weight_VH, labels_n, shard, temperature)
+    if hidden_nH.is_cuda:
+        from jetrl_megatron.actor.fused_logprobs import FusedTokenLogprobs
+
+        logp, entropy = FusedTokenLogprobs.apply(hidden_nH, weight_VH, labels_n, shard, temperature)
+    else:
+        logp, entropy = _TokenLogprobs.apply(hidden_nH, weight_VH, labels_n, shard, temperature)
     return logp, entropy

@@ -24,7 +24,8 @@ from jetrl_megatron.actor.packed import packed_context
 from jetrl_megatron.contracts import TrainBatch
 
 LossFunction = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(logp_T, entropy_T, batch) -> (loss, sums of metrics); log-probs are 0 outside the loss mask."""
+"""(logp_T, entropy_T, batch) -> (loss, sums of metrics); log-probs are 0 outside the loss mask. The loss is made of logp_T even where no
+position counts: through it every rank's backward runs with the same collectives."""
 
 
 def unwrap(chunk: Any) -> PolicyModel:
@@ -54,7 +55,7 @@ def empty_like(batch: TrainBatch) -> TrainBatch:
     return TrainBatch(
         tokens_T=ints,
         positions_T=ints,
-        cu_seqlens_S=torch.tensor([0, total], dtype=torch.int32, device=device),
+        cu_seqlens_S=torch.tensor([0, total], dtype=torch.int32),
         labels_T=ints,
         loss_mask_T=floats,
         loss_weight_T=floats,
@@ -62,6 +63,7 @@ def empty_like(batch: TrainBatch) -> TrainBatch:
         rollout_logprobs_T=floats,
         old_logprobs_T=floats,
         ref_logprobs_T=floats,
+        loss_rows_L=ints[:0],
     )
 
 
@@ -134,7 +136,8 @@ class PipelineStep:
 
     def _masked_logprobs(self, hidden: Tensor, batch: TrainBatch, model: PolicyModel) -> tuple[Tensor, Tensor]:
         """Compute log-probs at masked positions only and scatter them into [T]."""
-        rows = batch.loss_mask_T.nonzero().squeeze(1)
+        rows = batch.loss_rows_L
+        assert rows is not None, "TrainBatch makes them"
         flat = gathered_hidden(model, hidden)
         logp, entropy = token_logprobs(
             flat[rows], model.head_weight(), batch.labels_T[rows], head_shard(model, self._vocab_size), self._temperature
@@ -147,8 +150,6 @@ class PipelineStep:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logp, entropy = self._masked_logprobs(hidden, batch, model)
         loss, metrics = loss_function(logp, entropy, batch)
-        # Keeps the graph whole where no position counts: every rank still runs its backward collectives.
-        loss = loss + 0.0 * hidden.float().sum()
         return loss, torch.ones((), dtype=torch.int, device=hidden.device), metrics
 
     def _read_logprobs(self, hidden: Tensor, *, batch: TrainBatch, model: PolicyModel, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:

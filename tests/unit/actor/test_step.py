@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetrl_megatron.actor.device import megatron_scope
 from jetrl_megatron.actor.pipeline_step import PipelineStep, empty_like
@@ -47,6 +48,54 @@ def test_an_empty_micro_batch_has_no_loss_and_no_gradient(qwen3_dir):
         assert actor.weights_digest() == before
         logp, entropy = actor.logprobs([empty_like(batch)])[0]
         assert torch.count_nonzero(logp) == 0 and torch.count_nonzero(entropy) == 0
+
+
+def test_an_empty_micro_batch_runs_the_whole_backward(qwen3_dir):
+    """Every layer's backward holds collectives that the other ranks of a larger layout wait for."""
+    with single_rank_actor(qwen3_dir, JETRL) as actor:
+        model, ran = actor.chunks[0], []
+        modules = {"embedding": model.embedding, **{f"layer {i}": layer for i, layer in enumerate(model.decoder.layers)}}
+        for name, module in modules.items():
+
+            def forward(module, args, output, name=name):
+                output = output[0] if isinstance(output, tuple) else output
+                output.register_hook(lambda grad: ran.append((name, int(torch.count_nonzero(grad)))))
+
+            module.register_forward_hook(forward)
+        take_step(actor, [empty_like(few_batches(actor)[0])])
+    assert ran == [(name, 0) for name in reversed(modules)]
+
+
+def test_nan_where_no_position_counts_stays_visible(qwen3_dir):
+    """The hidden states there are read by nothing, but their backward multiplies by them."""
+    with single_rank_actor(qwen3_dir, JETRL) as actor:
+        with torch.no_grad():
+            actor.chunks[0].decoder.final_layernorm.weight[3] = torch.nan
+        assert take_step(actor, [empty_like(few_batches(actor)[0])])["grad_norm"].isnan()
+
+
+def test_the_log_probs_of_a_step_ask_the_device_nothing(qwen3_dir, monkeypatch):
+    """How many positions count, and all else that decides a shape, is known on the host: no operator's result is read back."""
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    plain = PipelineStep._masked_logprobs
+
+    def watched(*args):
+        with Watch():
+            return plain(*args)
+
+    monkeypatch.setattr(PipelineStep, "_masked_logprobs", watched)
+    with single_rank_actor(qwen3_dir, JETRL) as actor:
+        batches = few_batches(actor)
+        take_step(actor, [*batches, empty_like(batches[0])])
+    aten = torch.ops.aten
+    assert aten.index in seen and not seen & {aten.nonzero, aten._local_scalar_dense, aten.masked_select}
+    assert empty_like(batches[0]).cu_seqlens_S.device.type == "cpu"
 
 
 def test_an_empty_micro_batch_beside_a_full_one_changes_nothing(qwen3_dir):

@@ -44,6 +44,8 @@ def test_the_shift_convention_by_hand() -> None:
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
     assert batch.labels_T.tolist() == [11, 20, EOS, 0, 30, 0, 0, 0]
     assert batch.loss_mask_T.tolist() == [0, 1, 1, 0, 1, 0, 0, 0]
+    assert batch.loss_rows_L is not None and batch.loss_rows_L.tolist() == [1, 2, 4]
+    assert batch.to(torch.device("cpu")).loss_rows_L is batch.loss_rows_L
     assert batch.loss_weight_T.tolist() == [0, 0.5, 0.5, 0, 0.25, 0, 0, 0]
     assert batch.advantages_T.tolist() == [0, 2, 2, 0, -1, 0, 0, 0]
     assert batch.rollout_logprobs_T.tolist() == torch.tensor([0, -0.1, -0.2, 0, -0.1, 0, 0, 0]).tolist()

@@ -1,0 +1,91 @@
+"""Log-probs and entropy of labels where Triton runs: GEMM, one pass over each chunk of logits, one exchange between the ranks.
+
+Enters and leaves: what `logprobs.token_logprobs` documents. With (m_r, s_r, d_r, p_r) of each rank's `row_sums` and m = max_r m_r:
+
+    total = sum_r s_r exp(m_r - m)      dot = sum_r exp(m_r - m) (d_r + (m_r - m) s_r)      picked = sum_r p_r
+    logp  = (picked - m) - log total    entropy = log total - dot / total
+
+Invariants: ranks are added in their order, one exchange a call, so a row's bits depend on its logits alone; the log normaliser is kept as
+(m, log total), since their sum would lose what is small beside a large m. The backward makes the logits again, writes their gradient in
+BF16, the format of both GEMMs that read it, and the GEMM adds dW into FP32 `main_grad` itself.
+Left out: the float64 reference (logprobs.py) and whether the GEMM's rows depend on how many it has, which is cuBLAS's matter.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_megatron.actor.logprobs import VocabShard, plain_logits, row_chunks
+from jetrl_megatron.actor.triton_logprobs import logit_gradient, row_sums
+from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
+
+
+def combine(parts_Rn4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logp [n], entropy [n] and (maximum, log total) [n, 2], float32, of the `row_sums` of all ranks, [R, n, 4]."""
+    top = parts_Rn4[..., 0].amax(0)
+    total, dot, picked = (torch.zeros_like(top) for _ in range(3))
+    for part in parts_Rn4:
+        shard_top, shard_total, shard_dot, shard_picked = part.unbind(-1)
+        gap = shard_top - top
+        scale = gap.exp()
+        total += shard_total * scale
+        # A shard of padding only has the maximum -inf and adds 0, not 0 * inf; of an infinite maximum the gap is NaN and stays.
+        dot += torch.where(scale == 0.0, 0.0, scale * (shard_dot + gap * shard_total))
+        picked += shard_picked
+    log_total = total.log()
+    return (picked - top) - log_total, log_total - dot / total, torch.stack((top, log_total), dim=-1)
+
+
+class FusedTokenLogprobs(torch.autograd.Function):
+    """Saves the hidden states and the log normaliser; makes logits again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return (logp, entropy), [n] float32 each; the arguments are those of `token_logprobs`."""
+        sums = torch.empty(hidden.shape[0], 4, dtype=torch.float32, device=hidden.device)
+        for rows in row_chunks(hidden, weight):
+            # No name holds the logits: the next chunk takes their memory.
+            sums[rows] = row_sums(plain_logits(hidden[rows], weight), labels[rows], shard.start, shard.valid, temperature)
+        logp, entropy, norm = combine(shard.gather(sums))
+        ctx.save_for_backward(hidden, weight, labels, norm)
+        ctx.shard, ctx.temperature, ctx.weight_ref = shard, temperature, weight
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        """Return the gradients of hidden states and weight; that of the weight goes into `main_grad` where there is one."""
+        dlogp, dhidden = grads[0].contiguous(), torch.empty_like(ctx.saved_tensors[0])
+        if not ctx.needs_input_grad[1]:
+            _backward_rows(ctx, dlogp, dhidden, None)
+            return dhidden, None, None, None, None
+
+        def accumulate(out: Tensor | None) -> Tensor:
+            dweight = torch.zeros_like(ctx.weight_ref, dtype=torch.float32) if out is None else out
+            _backward_rows(ctx, dlogp, dhidden, dweight)
+            return dweight
+
+        # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
+        return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True), None, None, None
+
+
+def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
+    """Write the gradient of the hidden states [n, H] and add that of the weight [V_r, H] float32."""
+    hidden, weight, labels, norm = ctx.saved_tensors
+    for rows in row_chunks(hidden, weight):
+        _backward_chunk(ctx, (hidden[rows], weight, labels[rows], norm[rows]), dlogp[rows], dhidden[rows], dweight)
+
+
+def _backward_chunk(ctx: Any, saved: tuple[Tensor, ...], dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
+    """One chunk; a function, so that its logits and their gradient are free when it returns."""
+    hidden, weight, labels, norm = saved
+    span = (ctx.shard.start, ctx.shard.valid)
+    dlogits = logit_gradient(plain_logits(hidden, weight), labels, norm, dlogp, span, ctx.temperature)
+    torch.mm(dlogits, weight, out=dhidden)
+    if dweight is None:
+        return
+    if dweight.is_cuda:
+        torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
+    else:  # Triton's interpreter
+        dweight += dlogits.t().float() @ hidden.float()

@@ -1,0 +1,126 @@
+"""The two passes over the logits of logprobs.py on a GPU: what the forward needs of a row, and the gradient of a row.
+
+Enters: FP32 logits [n, V_r] of this rank's vocabulary rows, contiguous, as the GEMM left them. Leaves, each logit read once:
+
+    row_sums:        max_v z, sum_v exp(z - max), sum_v (z - max) exp(z - max), and z[label] where this rank holds the label, else 0
+    logit_gradient:  (1[v = label] - exp((z - max) - log total)) * dlogp / temperature, rounded once to BF16
+
+with z = logits / temperature, one FP32 division rounded to nearest, over the `valid` columns; padding has no part in a sum and gradient 0.
+Invariants: no atomics and one order of summation, so a row's bits depend on that row alone and not on how many there are; NaN and Inf
+stay visible. Left out: what the tensor-parallel ranks make of it (fused_logprobs.py).
+
+A lane keeps the running maximum of its own columns and one exponential serves both cases: what is below the maximum is added, a new
+maximum scales what was there. Legend: n rows, V_r columns of this rank.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_megatron.fp8.triton_source import round_bf16
+
+SUMS_BLOCK = 2048
+GRADIENT_BLOCK = 4096
+"""Columns at a time. The first fixes the order of summation."""
+
+
+def row_sums(logits: torch.Tensor, labels: torch.Tensor, start: int, valid: int, temperature: float) -> torch.Tensor:
+    """Return (max, total, dot, picked) of each row, [n, 4] float32.
+
+    logits: [n, V_r] float32, contiguous. labels: [n] int64, vocabulary ids. start: id of column 0. valid: columns that are tokens.
+    A row without a finite or infinite logit has max -inf and total 0.
+    """
+    _check(logits, labels, valid)
+    out = torch.empty(logits.shape[0], 4, dtype=torch.float32, device=logits.device)
+    if logits.shape[0]:
+        _sums_kernel[(logits.shape[0],)](
+            logits, labels, out, logits.shape[1], start, valid, temperature, TEMPERED=temperature != 1.0, BLOCK=SUMS_BLOCK, num_warps=8
+        )
+    return out
+
+
+def logit_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, norm: torch.Tensor, dlogp: torch.Tensor, span: tuple[int, int], temperature: float
+) -> torch.Tensor:
+    """Return the gradient of the undivided logits, [n, V_r] bfloat16.
+
+    logits, labels, temperature: as in `row_sums`; span: its (start, valid). norm: [n, 2] float32, the maximum over all ranks and the
+    logarithm of the total. dlogp: [n] float32, the gradient of the label's log-prob.
+    """
+    start, valid = span
+    _check(logits, labels, valid)
+    rows, width = logits.shape
+    assert norm.shape == (rows, 2) and norm.is_contiguous() and dlogp.shape == (rows,) and dlogp.is_contiguous(), (norm.shape, dlogp.shape)
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=logits.device)
+    blocks = triton.cdiv(width, GRADIENT_BLOCK)
+    if out.numel():
+        _gradient_kernel[(rows * blocks,)](
+            logits, labels, norm, dlogp, out, width, start, valid, temperature, blocks,
+            TEMPERED=temperature != 1.0, SOFT=bool(triton.knobs.runtime.interpret), BLOCK=GRADIENT_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def _check(logits: torch.Tensor, labels: torch.Tensor, valid: int) -> None:
+    assert logits.dtype is torch.float32 and logits.is_contiguous(), (logits.dtype, logits.stride())
+    assert labels.dtype is torch.int64 and labels.is_contiguous() and labels.shape == logits.shape[:1], (labels.dtype, labels.shape)
+    assert 0 <= valid <= logits.shape[1], (valid, logits.shape)
+
+
+@triton.jit
+def _divided(logit, temperature, TEMPERED: tl.constexpr):
+    """The logit over the temperature, as torch divides FP32."""
+    return tl.div_rn(logit, temperature) if TEMPERED else logit
+
+
+@triton.jit
+def _decay(gap):
+    """exp(-|gap|) and gap * exp(-|gap|), the latter 0 where the former is: an infinite gap adds nothing. NaN stays."""
+    weight = tl.exp(-tl.abs(gap))
+    return weight, tl.where(weight == 0.0, 0.0, gap * weight)
+
+
+@triton.jit
+def _sums_kernel(logits_ptr, labels_ptr, out_ptr, width, start, valid, temperature, TEMPERED: tl.constexpr, BLOCK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, lane = logits_ptr + row * width, tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    dot = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, valid, BLOCK):
+        c = first + lane
+        z = _divided(tl.load(row_ptr + c, mask=c < valid, other=float("-inf")), temperature, TEMPERED)
+        # -inf less -inf is NaN, but a logit of -inf has no probability whatever the maximum; inf less inf has to stay NaN.
+        weight, weighted = _decay(tl.where(z == float("-inf"), float("-inf"), z - top))
+        higher = z > top
+        dot = tl.where(higher, dot * weight - weighted * total, dot + weighted)
+        total = tl.where(higher, total * weight + 1.0, total + weight)
+        top = tl.where(higher, z, top)
+    peak = tl.max(top, 0)
+    weight, weighted = _decay(tl.where(top == float("-inf"), float("-inf"), top - peak))
+    local = tl.load(labels_ptr + row) - start
+    picked = tl.load(row_ptr + local, mask=(local >= 0) & (local < valid), other=0.0)
+    tl.store(out_ptr + row * 4, peak)
+    tl.store(out_ptr + row * 4 + 1, tl.sum(total * weight, 0))
+    tl.store(out_ptr + row * 4 + 2, tl.sum(dot * weight + weighted * total, 0))
+    tl.store(out_ptr + row * 4 + 3, _divided(picked, temperature, TEMPERED))
+
+
+@triton.jit
+def _gradient_kernel(
+    logits_ptr, labels_ptr, norm_ptr, dlogp_ptr, out_ptr, width, start, valid, temperature, blocks,
+    TEMPERED: tl.constexpr, SOFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of columns of one row."""
+    place = tl.program_id(0).to(tl.int64)
+    row = place // blocks
+    c = (place % blocks) * BLOCK + tl.arange(0, BLOCK)
+    at = row * width + c
+    z = _divided(tl.load(logits_ptr + at, mask=c < valid, other=0.0), temperature, TEMPERED)
+    prob = tl.exp((z - tl.load(norm_ptr + row * 2)) - tl.load(norm_ptr + row * 2 + 1))
+    is_label = c == tl.load(labels_ptr + row) - start
+    scale = _divided(tl.load(dlogp_ptr + row), temperature, TEMPERED)
+    # A select and not a product: padding columns may hold NaN.
+    gradient = tl.where(c < valid, (tl.where(is_label, 1.0, 0.0) - prob) * scale, 0.0)
+    tl.store(out_ptr + at, round_bf16(gradient, SOFT).to(tl.bfloat16), mask=c < width)
