@@ -61,7 +61,7 @@ class FlowLinear:
         return flow
 
     def local_gemm(self, x: Tensor, weight: Parameter, *, swiglu: bool = False) -> Tensor:
-        """Multiply flattened tokens by the local weight: x [..., K], weight [N, K] -> [..., N], BF16; with `swiglu` [..., N / 2] behind it."""
+        """Multiply flattened tokens by the local weight: x [..., K], weight [N, K] -> [..., N], BF16, or [..., N/2] behind SwiGLU."""
         flow = self.flow
         x_TK = x.reshape(-1, x.shape[-1])
         if flow.precision.linear is LinearPrecision.bf16:

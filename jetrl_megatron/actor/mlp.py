@@ -24,8 +24,8 @@ from jetrl_megatron.fp8.backend import kernels_of
 class FlowMLP(MLP):
     """Megatron's MLP with this project's linears and SwiGLU.
 
-    It builds its linears itself and is given to Megatron-core as a class: Megatron-core hands submodules and the tensor-parallel group to its
-    own MLP only, not to a class derived from it.
+    It is given to Megatron-core as a class and builds its linears itself: from a ModuleSpec, Megatron-core would hand the tensor-parallel
+    group to its own MLP only, and not to a class derived from it.
 
     Args:
         config: the actor's transformer config.

@@ -94,7 +94,7 @@ def silu(gate, SOFT: tl.constexpr):
 
 @triton.jit
 def d_silu(gate):
-    """Derivative of silu before its rounding: sigmoid * (1 + gate * (1 - sigmoid)), FP32; the division is right to 2 ulp, at half the cost."""
+    """Derivative of silu before its rounding: sigmoid * (1 + gate * (1 - sigmoid)), FP32; its division is right to 2 ulp."""
     one = tl.full(gate.shape, 1.0, tl.float32)
     sigmoid = one / (1.0 + tl.exp(-gate))
     return sigmoid * tl.fma(gate, 1.0 - sigmoid, one)

@@ -33,7 +33,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     toks, features = gate_up.shape[0], gate_up.shape[1] // 2
     h = torch.empty((toks, features), dtype=torch.bfloat16, device=gate_up.device)
     if h.numel():
-        swiglu_kernel[(toks * triton.cdiv(features, BLOCK),)](
+        swiglu_kernel[(toks, triton.cdiv(features, BLOCK))](
             gate_up, h, features, gate_up.stride(0), BLOCK=BLOCK, SOFT=_interpreted(), num_warps=WARPS
         )
     return h
@@ -46,7 +46,7 @@ def swiglu_backward(dh: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     toks, features = dh.shape
     out = torch.empty(gate_up.shape, dtype=torch.bfloat16, device=gate_up.device)
     if out.numel():
-        swiglu_backward_kernel[(toks * triton.cdiv(features, BLOCK),)](
+        swiglu_backward_kernel[(toks, triton.cdiv(features, BLOCK))](
             dh, gate_up, out, features, dh.stride(0), gate_up.stride(0), BLOCK=BLOCK, SOFT=_interpreted(), num_warps=WARPS
         )
     return out
@@ -73,17 +73,9 @@ def _interpreted() -> bool:
 
 
 @triton.jit
-def _place(features, BLOCK: tl.constexpr):
-    """(token, features) of this program, the blocks of one token side by side; int64."""
-    blocks = tl.cdiv(features, BLOCK)
-    place = tl.program_id(0).to(tl.int64)
-    return place // blocks, (place % blocks) * BLOCK + tl.arange(0, BLOCK)
-
-
-@triton.jit
 def swiglu_kernel(gate_up_ptr, h_ptr, features, stride, BLOCK: tl.constexpr, SOFT: tl.constexpr):
     """BLOCK features of one token."""
-    t, f = _place(features, BLOCK)
+    t, f = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = f < features
     gate = tl.load(gate_up_ptr + t * stride + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + t * stride + features + f, mask=inside, other=0.0).to(tl.float32)
@@ -93,7 +85,7 @@ def swiglu_kernel(gate_up_ptr, h_ptr, features, stride, BLOCK: tl.constexpr, SOF
 @triton.jit
 def swiglu_backward_kernel(dh_ptr, gate_up_ptr, out_ptr, features, dh_stride, stride, BLOCK: tl.constexpr, SOFT: tl.constexpr):
     """BLOCK features of one token, d_gate and d_up."""
-    t, f = _place(features, BLOCK)
+    t, f = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = f < features
     dh = tl.load(dh_ptr + t * dh_stride + f, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_up_ptr + t * stride + f, mask=inside, other=0.0).to(tl.float32)
