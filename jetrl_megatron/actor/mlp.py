@@ -36,8 +36,9 @@ class FlowMLP(MLP):
         linears = MLPSubmodules(linear_fc1=FlowColumnParallelLinear, linear_fc2=FlowRowParallelLinear)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Map [T/TP, 1, H] or [T, 1, H] to the same shape; the second value is the absent bias."""
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        """Map [T/TP, 1, H] or [T, 1, H] to the same shape; the second value is the absent bias. Megatron's scale is for experts."""
+        assert per_token_scale is None, "no family of this project has experts"
         return self.linear_fc2(self._activated(hidden_states))
 
     def _activated(self, hidden_states: Tensor) -> Tensor:
