@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from jetrl_megatron.config import Backend, LinearPrecision, RowParallel
-from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, fp8_linear
+from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
 from jetrl_megatron.fp8.precision import Side
 
 
@@ -49,21 +49,28 @@ class FlowLinear:
     flow_side: Side = "train"
     row_order: Tensor | None = None
 
-    def local_gemm(self, x: Tensor, weight: Parameter) -> Tensor:
-        """Multiply flattened tokens by the local weight: x [..., K], weight [N, K] -> [..., N], BF16.
+    @property
+    def flow(self) -> SideFlow:
+        """What the active side runs.
 
         Raises:
             AssertionError: when no flow was attached: a linear never runs in a precision that nobody chose.
         """
         flow = getattr(self, "flow_sides", {}).get(self.flow_side)
         assert flow is not None, f"{type(self).__name__} {self.flow_name!r} has no precision flow for side {self.flow_side!r}"
+        return flow
+
+    def local_gemm(self, x: Tensor, weight: Parameter, *, swiglu: bool = False) -> Tensor:
+        """Multiply flattened tokens by the local weight: x [..., K], weight [N, K] -> [..., N], BF16, or [..., N/2] behind SwiGLU."""
+        flow = self.flow
         x_TK = x.reshape(-1, x.shape[-1])
         if flow.precision.linear is LinearPrecision.bf16:
-            y_TN = bf16_linear(x_TK, weight)
+            y_TN = bf16_linear_swiglu(x_TK, weight, flow.backend) if swiglu else bf16_linear(x_TK, weight)
         else:
             assert flow.cache is not None, self.flow_name
             cached = flow.cache.get(self.flow_name)
-            y_TN = fp8_linear(x_TK, weight, cached, flow.precision, flow.backend, row_order=self.row_order)
+            linear = fp8_linear_swiglu if swiglu else fp8_linear
+            y_TN = linear(x_TK, weight, cached, flow.precision, flow.backend, row_order=self.row_order)
         return y_TN.view(*x.shape[:-1], y_TN.shape[-1])
 
 
@@ -71,15 +78,19 @@ class FlowColumnParallelLinear(FlowLinear, ColumnParallelLinear):
     """Y_r = X W_r^T, W sharded by output rows; under sequence parallelism X is gathered along tokens first."""
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, *, swiglu: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Map input_ [T/TP, 1, K] (sequence parallel) or [T, 1, K] to [T, 1, N/TP]; returns (output, bias to add later or None)."""
+        """Map input_ [T/TP, 1, K] (sequence parallel) or [T, 1, K] to [T, 1, N/TP]; returns (output, bias to add later or None).
+
+        With `swiglu` W_r is [gate | up] and the output is silu(gate) * up, [T, 1, N/TP/2], in one autograd function with the GEMM.
+        """
         assert weight is None and not runtime_gather_output, "the flow linears own their weight and never gather their output"
         if self.sequence_parallel:
             x = mappings.gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             x = mappings.copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        y = self.local_gemm(x, self.weight)
+        assert not swiglu or self.bias is None, "no family of this project has a bias in front of SwiGLU"
+        y = self.local_gemm(x, self.weight, swiglu=swiglu)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         return y, (self.bias if self.skip_bias_add else None)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, padded_vocab_size, stage_layers
-from jetrl_megatron.actor.activation import silu
 from jetrl_megatron.actor.flash import resolve_attention
 from jetrl_megatron.actor.packed import PackedContext
 from jetrl_megatron.actor.parallel_state import Ranks
@@ -84,7 +83,7 @@ def transformer_config(
         kv_channels=arch.head_dim,
         layernorm_epsilon=arch.rms_eps,
         normalization="RMSNorm",
-        activation_func=silu,
+        activation_func=torch.nn.functional.silu,  # its name only: FlowMLP computes SwiGLU itself
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,

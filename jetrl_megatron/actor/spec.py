@@ -1,20 +1,20 @@
 """The layer spec: the only place where a class is swapped into Megatron-core's transformer layer.
 
 Enters: the actor's transformer config. Leaves: a TransformerBlockSubmodules for one model chunk. Everything around the swapped classes
-(TransformerLayer, SelfAttention, MLP, residual adds) is Megatron-core's own.
+(TransformerLayer, SelfAttention, residual adds) is Megatron-core's own.
 """
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from jetrl_megatron.actor.attention import CoreAttention
 from jetrl_megatron.actor.linears import FlowColumnParallelLinear, FlowRowParallelLinear
+from jetrl_megatron.actor.mlp import FlowMLP
 from jetrl_megatron.actor.norm import RMSNorm
 
 
@@ -38,10 +38,7 @@ def block_spec(*, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=FlowColumnParallelLinear, linear_fc2=FlowRowParallelLinear),
-            ),
+            mlp=FlowMLP,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -30,13 +30,13 @@ class Case:
     name: str
     run: Callable[[], object]
     bytes_moved: int
-    expected: Callable[[], tuple[BlockScaled | None, ...]] | None = None
-    """What the blocks in the result have to be, byte for byte; None where it is not ours to say."""
+    expected: Callable[[], tuple[BlockScaled | torch.Tensor | None, ...]] | None = None
+    """What the blocks and BF16 matrices in the result have to be, byte for byte; None where it is not ours to say."""
 
 
 def cases(x: torch.Tensor) -> list[Case]:
-    """The quantisers of this project on x [R, C] BF16."""
-    from jetrl_megatron.fp8 import triton_fused, triton_quantize
+    """The quantisers of this project on x [R, C] BF16; SwiGLU has C features, x is its gradient in the backward."""
+    from jetrl_megatron.fp8 import triton_fused, triton_quantize, triton_swiglu
 
     rows, cols = x.shape
     size, scales = x.numel(), x.numel() // 128 * 4
@@ -48,9 +48,12 @@ def cases(x: torch.Tensor) -> list[Case]:
         rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
         return reference.quantize_dual((x.float() * rstd).bfloat16() * weight)
 
-    def swiglu_expected() -> tuple[BlockScaled, ...]:
+    def activation() -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
-        return reference.quantize_dual(torch.nn.functional.silu(gate) * up)
+        return torch.nn.functional.silu(gate) * up
+
+    def gradient_expected() -> tuple[BlockScaled, ...]:
+        return reference.quantize_dual(triton_swiglu.swiglu_backward(x, gate_up))
 
     return [
         Case("row", lambda: triton_quantize.quantize(x, (1, 128)), 3 * size + scales, lambda: (reference.quantize(x, (1, 128)),)),
@@ -71,7 +74,21 @@ def cases(x: torch.Tensor) -> list[Case]:
             lambda: (reference.requantize_transposed(row_wise),),
         ),
         Case("norm + dual", lambda: triton_fused.rms_norm_quantize(x, weight, EPS), 6 * size + 2 * scales, norm_expected),
-        Case("swiglu + dual", lambda: triton_fused.swiglu_quantize(gate_up), 6 * size + 2 * scales, swiglu_expected),
+        Case(
+            "swiglu + dual",
+            lambda: triton_fused.swiglu_quantize(gate_up),
+            6 * size + 2 * scales,
+            lambda: reference.quantize_dual(activation()),
+        ),
+        Case("swiglu", lambda: triton_swiglu.swiglu(gate_up), 6 * size, lambda: (activation(),)),
+        # No expectation: torch's exponential has another last bit. tests/gpu bounds the distance.
+        Case("swiglu backward", lambda: triton_swiglu.swiglu_backward(x, gate_up), 10 * size),
+        Case(
+            "swiglu backward + dual",
+            lambda: triton_swiglu.swiglu_backward_dual(x, gate_up),
+            10 * size + 4 * scales,
+            gradient_expected,
+        ),
     ]
 
 
@@ -83,16 +100,25 @@ def rival_cases(x: torch.Tensor) -> list[Case]:
 
 
 def flips(case: Case) -> int | None:
-    """Differing codes and scales of a case's result from what they have to be; None where nothing is expected."""
+    """Differing elements of a case's result, codes, scales or BF16, from what they have to be; None where nothing is expected."""
     if case.expected is None:
         return None
     result = case.run()
-    blocks = [b for b in (result if isinstance(result, tuple) else (result,)) if isinstance(b, BlockScaled)]
+    parts = [part for part in (result if isinstance(result, tuple) else (result,)) if _compared(part)]
     count = 0
-    for got, want in zip(blocks, [b for b in case.expected() if b is not None], strict=True):
-        count += int((got.data.view(torch.uint8) != want.data.view(torch.uint8)).sum())
-        count += int((got.scale.contiguous().view(torch.int32) != want.scale.contiguous().view(torch.int32)).sum())
+    for got, want in zip(parts, [part for part in case.expected() if part is not None], strict=True):
+        if isinstance(got, BlockScaled) and isinstance(want, BlockScaled):
+            count += int((got.data.view(torch.uint8) != want.data.view(torch.uint8)).sum())
+            count += int((got.scale.contiguous().view(torch.int32) != want.scale.contiguous().view(torch.int32)).sum())
+        else:
+            assert isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor), (case.name, type(got), type(want))
+            count += int((got.view(torch.int16) != want.view(torch.int16)).sum())
     return count
+
+
+def _compared(part: object) -> bool:
+    """Blocks and BF16 matrices are compared; the FP32 statistics of a norm are not."""
+    return isinstance(part, BlockScaled) or (isinstance(part, torch.Tensor) and part.dtype is torch.bfloat16)
 
 
 def main(argv: list[str]) -> int:

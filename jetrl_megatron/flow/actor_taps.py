@@ -179,7 +179,6 @@ def _tapped(model: Any, actor: Actor, comparison: Taps) -> Iterator[None]:
             core.rope = rope
 
 
-@torch.no_grad()
 def compare(actor: Actor, sequences: list[dict[str, Any]], *, temperature: float, forced: bool) -> Differences:
     """Run the training forward over every recorded sequence; `forced` gives the view `alone`. The actor is on one rank."""
     found: Differences = {}
@@ -191,6 +190,7 @@ def compare(actor: Actor, sequences: list[dict[str, Any]], *, temperature: float
     return found
 
 
+@torch.no_grad()  # with gradients fc1 and SwiGLU run as one function, and no hook sees what passes between them
 def forward(actor: Actor, sequence: dict[str, Any], temperature: float, taps: Taps) -> tuple[Tensor, Tensor]:
     """Run one sequence through the tapped model; returns undivided logits [drawn, V] and log-probs [drawn] of the drawn tokens, float32."""
     model: PolicyModel = actor.chunks[0].eval()

@@ -1,15 +1,15 @@
 """Block-scaled FP8 for both engines: one quantiser, three GEMMs, the autograd linear, the weight cache. A leaf: torch only.
 
 Files, in the order the data flows:
-block_scaled.py (codes + scales as one value) <- quantize.py (the definition of the bytes) <- gemm_reference.py (the definition of the
-GEMMs) <- precision.py (switches of one side) <- backend.py (who runs it, which kernel a shape gets) <- weight_cache.py (once per
-optimizer step) <- main_grad.py (where a weight's gradient goes) <- linear.py (autograd). triton_*.py and deepgemm.py are the GPU
-backend, imported only when it is resolved.
+block_scaled.py (codes + scales as one value) <- quantize.py (the definition of the bytes) <- swiglu.py (SwiGLU and its gradient)
+<- gemm_reference.py (the definition of the GEMMs) <- precision.py (switches of one side) <- backend.py (who runs it, which kernel a
+shape gets) <- weight_cache.py (once per optimizer step) <- main_grad.py (where a weight's gradient goes) <- linear.py (autograd).
+triton_*.py and deepgemm.py are the GPU backend, imported only when it is resolved.
 """
 
 from jetrl_megatron.fp8.backend import kernel_for, resolve_backend
 from jetrl_megatron.fp8.block_scaled import BlockScaled
-from jetrl_megatron.fp8.linear import bf16_linear, fp8_linear
+from jetrl_megatron.fp8.linear import bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.weight_cache import QuantizedWeight, WeightCache
@@ -20,8 +20,10 @@ __all__ = [
     "QuantizedWeight",
     "WeightCache",
     "bf16_linear",
+    "bf16_linear_swiglu",
     "deliver_weight_gradient",
     "fp8_linear",
+    "fp8_linear_swiglu",
     "kernel_for",
     "resolve_backend",
 ]

@@ -1,9 +1,9 @@
-"""Which code runs the quantisers and GEMMs: resolved once, then never changed.
+"""Which code runs the quantisers, SwiGLU and the GEMMs: resolved once, then never changed.
 
 Enters: `Backend` of the recipe and a device. Leaves: a resolved `Backend`, its `Kernels`, and the name of the kernel that a GEMM shape
 runs, which the precision-flow check prints and compares.
 Invariant: a backend that was asked for and cannot run raises with the reason; nothing falls back.
-Left out: the kernels themselves (quantize.py and gemm_reference.py; deepgemm.py and triton_*.py).
+Left out: the kernels themselves (quantize.py, swiglu.py and gemm_reference.py; deepgemm.py and triton_*.py).
 """
 
 import functools
@@ -17,12 +17,13 @@ from jetrl_megatron.fp8 import gemm_reference
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, quantize, quantize_dual, quantize_weight, requantize_transposed
+from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward, swiglu_backward_dual
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 
 
 class Kernels(Protocol):
-    """What a backend offers; signatures and meaning are those of quantize.py and gemm_reference.py."""
+    """What a backend offers; signatures and meaning are those of quantize.py, swiglu.py and gemm_reference.py."""
 
     def quantize(self, x: torch.Tensor, block: tuple[int, int], *, dtype: torch.dtype, scale_format: ScaleFormat) -> BlockScaled:
         """See `quantize.quantize`."""
@@ -39,6 +40,17 @@ class Kernels(Protocol):
         self, w: torch.Tensor, *, scale_format: ScaleFormat, with_transpose: bool
     ) -> tuple[BlockScaled, BlockScaled | None]:
         """See `quantize.quantize_weight`."""
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `swiglu.swiglu`."""
+
+    def swiglu_backward(self, dh: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `swiglu.swiglu_backward`."""
+
+    def swiglu_backward_dual(
+        self, dh: torch.Tensor, gate_up: torch.Tensor, *, dtype: torch.dtype, scale_format: ScaleFormat
+    ) -> tuple[BlockScaled, BlockScaled]:
+        """See `swiglu.swiglu_backward_dual`; called only where F is a multiple of 128."""
 
     def fprop(self, x: BlockScaled, w: BlockScaled) -> torch.Tensor:
         """See `gemm_reference.fprop`."""
@@ -57,6 +69,9 @@ class ReferenceKernels:
     quantize_dual = staticmethod(quantize_dual)
     requantize_transposed = staticmethod(requantize_transposed)
     quantize_weight = staticmethod(quantize_weight)
+    swiglu = staticmethod(swiglu)
+    swiglu_backward = staticmethod(swiglu_backward)
+    swiglu_backward_dual = staticmethod(swiglu_backward_dual)
     fprop = staticmethod(gemm_reference.fprop)
     dgrad = staticmethod(gemm_reference.dgrad)
     wgrad = staticmethod(gemm_reference.wgrad)

@@ -1,4 +1,4 @@
-"""The GPU backend: Triton quantisers and DeepGEMM's Hopper kernels, behind the interface of backend.py.
+"""The GPU backend: Triton quantisers, Triton SwiGLU and DeepGEMM's Hopper kernels, behind the interface of backend.py.
 
 Enters and leaves: as gemm_reference.py, on CUDA tensors. Which kernel: fprop and dgrad run 1D2D (BF16 out); wgrad runs 1D1D, which adds its
 FP32 sums into `out` by itself, or, where X^T comes in 128x128 blocks, 1D2D with a BF16 product that is added to `out` afterwards.
@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from jetrl_megatron.fp8 import triton_quantize
+from jetrl_megatron.fp8 import triton_quantize, triton_swiglu
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK
 from jetrl_megatron.fp8.triton_accumulate import accumulate
@@ -35,7 +35,7 @@ def load_deep_gemm() -> ModuleType:
 
 
 class DeepGemmKernels:
-    """Triton quantisers and DeepGEMM GEMMs; meanings and shapes as in gemm_reference.py and quantize.py."""
+    """Triton quantisers and SwiGLU, DeepGEMM GEMMs; meanings and shapes as in gemm_reference.py, quantize.py and swiglu.py."""
 
     def __init__(self) -> None:
         """Import DeepGEMM."""
@@ -45,6 +45,9 @@ class DeepGemmKernels:
     quantize_dual = staticmethod(triton_quantize.quantize_dual)
     requantize_transposed = staticmethod(triton_quantize.requantize_transposed)
     quantize_weight = staticmethod(triton_quantize.quantize_weight)
+    swiglu = staticmethod(triton_swiglu.swiglu)
+    swiglu_backward = staticmethod(triton_swiglu.swiglu_backward)
+    swiglu_backward_dual = staticmethod(triton_swiglu.swiglu_backward_dual)
 
     def fprop(self, x: BlockScaled, w: BlockScaled) -> torch.Tensor:
         """Y = X W^T, [T, N] bfloat16."""

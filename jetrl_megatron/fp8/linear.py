@@ -7,11 +7,15 @@ Invariants: the forward reads only bytes of the cache, never quantises a weight;
 inside wgrad only, which is exact; without grad mode nothing is saved; T = 0 works.
 Rows in another order: where the cache holds parameter rows permuted (`row_order`), Y and dW are in the parameter's order and only the
 operands of fprop and dgrad are in the cache's.
+SwiGLU behind a linear (`*_linear_swiglu`) is part of its autograd function: Y, which is [gate | up], is kept, and the backward goes from
+dh to the FP8 operands of dY without writing dY. Where that is impossible, dY is written in BF16 by one kernel and quantised from there, to
+the same bytes: dgrad or wgrad in BF16 (they read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
 Left out: bias, tensor-parallel communication (actor/), weight quantisation (weight_cache.py).
 
-Legend: T tokens, K input features, N output features.
+Legend: T tokens, K input features, N output features; F = N / 2 features behind SwiGLU.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +26,21 @@ from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.gemm_reference import matmul_bf16_reference
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 from jetrl_megatron.fp8.precision import GemmPrecision
-from jetrl_megatron.fp8.quantize import ROW_BLOCK
+from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
 from jetrl_megatron.fp8.weight_cache import QuantizedWeight
 
 E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Flow:
+    """What an FP8 linear runs."""
+
+    cached: QuantizedWeight
+    precision: GemmPrecision
+    kernels: Kernels
+    row_order: torch.Tensor | None
+    swiglu: bool
 
 
 def fp8_linear(
@@ -42,18 +57,22 @@ def fp8_linear(
     backend: resolved. row_order: [N] int64, cache row i is parameter row row_order[i]; None where both orders are one.
     Returns [T, N] bfloat16, columns in the parameter's order. Raises ValueError on shapes or dtypes that do not fit, or a BF16 precision.
     """
-    _check(x_TK, weight)
-    if precision.linear is not LinearPrecision.fp8:
-        raise ValueError("precision.linear is bf16; call bf16_linear for this layer")
-    if cached.w.shape != tuple(weight.shape):
-        raise ValueError(f"cached weight is {cached.w.shape}, the parameter {tuple(weight.shape)}; they must be one layer's")
-    kernels = kernels_of(backend)
-    if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
-        if precision.dgrad is LinearPrecision.fp8 and x_TK.requires_grad and cached.w_t is None:
-            raise ValueError("dgrad is fp8 but the cache holds no transposed weight; build WeightCache with keep_transposed=True")
-        return _Fp8Linear.apply(x_TK, weight, cached, precision, kernels, row_order)
-    x = kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
-    return _to_stored_order(kernels.fprop(x, cached.w), row_order)
+    return _fp8(x_TK, weight, _Flow(cached=cached, precision=precision, kernels=kernels_of(backend), row_order=row_order, swiglu=False))
+
+
+def fp8_linear_swiglu(
+    x_TK: torch.Tensor,
+    weight: torch.Tensor,
+    cached: QuantizedWeight,
+    precision: GemmPrecision,
+    backend: Backend,
+    row_order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """silu(gate) * up with [gate | up] = X W^T, the linear in FP8; arguments and errors are those of `fp8_linear`.
+
+    weight: [2F, K] bfloat16, the gate's rows first. Returns [T, F] bfloat16. Raises ValueError on an odd number of rows too.
+    """
+    return _fp8(x_TK, weight, _Flow(cached=cached, precision=precision, kernels=kernels_of(backend), row_order=row_order, swiglu=True))
 
 
 def bf16_linear(x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -63,20 +82,42 @@ def bf16_linear(x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype
     Returns [T, N]. The weight gradient follows the module's convention.
     """
     _check(x_TK, weight)
-    return _Bf16Linear.apply(x_TK, weight, out_dtype)
+    return _Bf16Linear.apply(x_TK, weight, out_dtype, None)
+
+
+def bf16_linear_swiglu(x_TK: torch.Tensor, weight: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """silu(gate) * up with [gate | up] = X W^T, the linear as `bf16_linear`, SwiGLU by `backend` (resolved).
+
+    x_TK: [T, K] bfloat16. weight: [2F, K] bfloat16, the gate's rows first. Returns [T, F] bfloat16.
+    """
+    _check(x_TK, weight)
+    kernels = kernels_of(backend)
+    if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
+        return _Bf16Linear.apply(x_TK, weight, torch.bfloat16, kernels)
+    return kernels.swiglu(_mm(x_TK, weight, torch.bfloat16))
+
+
+def _fp8(x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow) -> torch.Tensor:
+    """Check what enters, then run with what the backward needs or, without gradients, without keeping anything."""
+    cached, precision, kernels = flow.cached, flow.precision, flow.kernels
+    _check(x_TK, weight)
+    if precision.linear is not LinearPrecision.fp8:
+        raise ValueError("precision.linear is bf16; call bf16_linear for this layer")
+    if cached.w.shape != tuple(weight.shape):
+        raise ValueError(f"cached weight is {cached.w.shape}, the parameter {tuple(weight.shape)}; they must be one layer's")
+    if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
+        if precision.dgrad is LinearPrecision.fp8 and x_TK.requires_grad and cached.w_t is None:
+            raise ValueError("dgrad is fp8 but the cache holds no transposed weight; build WeightCache with keep_transposed=True")
+        return _Fp8Linear.apply(x_TK, weight, flow)
+    x = kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
+    y_TN = _to_stored_order(kernels.fprop(x, cached.w), flow.row_order)
+    return kernels.swiglu(y_TN) if flow.swiglu else y_TN
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        weight: torch.Tensor,
-        cached: QuantizedWeight,
-        precision: GemmPrecision,
-        kernels: Kernels,
-        row_order: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow) -> torch.Tensor:
+        cached, precision, kernels = flow.cached, flow.precision, flow.kernels
         saved, scale_format = precision.saved_activation, precision.scale_format
         keep: list[torch.Tensor] = []
         ctx.block = None
@@ -88,56 +129,69 @@ class _Fp8Linear(torch.autograd.Function):
             if weight.requires_grad:
                 keep = [x_TK] if saved is SavedActivation.bf16 else [x.data, x.scale]
                 ctx.block = None if saved is SavedActivation.bf16 else x.block
-        ctx.precision, ctx.kernels, ctx.row_order, ctx.num_kept = precision, kernels, row_order, len(keep)
+        ctx.flow, ctx.num_kept = flow, len(keep)
         ctx.weight_ref, ctx.num_toks = weight, x_TK.shape[0]
         if ctx.needs_input_grad[0]:
             if precision.dgrad is LinearPrecision.bf16:
                 keep.append(weight)
             else:
-                assert cached.w_t is not None, "fp8_linear checks it"
+                assert cached.w_t is not None, "_fp8 checks it"
                 keep += [cached.w_t.data, cached.w_t.scale]
         ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
-        ctx.save_for_backward(*keep)
-        return _to_stored_order(kernels.fprop(x, cached.w), row_order)
+        y_TN = _to_stored_order(kernels.fprop(x, cached.w), flow.row_order)
+        ctx.save_for_backward(*keep, *([y_TN] if flow.swiglu else []))
+        return kernels.swiglu(y_TN) if flow.swiglu else y_TN
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (dy_TN,) = grads
-        kernels, precision = ctx.kernels, ctx.precision
+        flow, kernels, precision = ctx.flow, ctx.flow.kernels, ctx.flow.precision
         kept, for_dgrad = ctx.saved_tensors[: ctx.num_kept], ctx.saved_tensors[ctx.num_kept :]
-        fp8_dgrad = ctx.needs_input_grad[0] and precision.dgrad is LinearPrecision.fp8
-        fp8_wgrad = ctx.needs_input_grad[1] and precision.wgrad is LinearPrecision.fp8
-        dy, dy_t = _quantize_grad(dy_TN, ctx.row_order, precision, kernels, (fp8_dgrad, fp8_wgrad))
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        fp8_dgrad = needs_dx and precision.dgrad is LinearPrecision.fp8
+        fp8_wgrad = needs_dw and precision.wgrad is LinearPrecision.fp8
+        dy_TN, dy, dy_t = grads[0], None, None
+        if flow.swiglu:
+            gate_up = for_dgrad[-1]
+            in_two_orders = fp8_dgrad and flow.row_order is not None
+            if fp8_wgrad and fp8_dgrad == needs_dx and not in_two_orders and dy_TN.shape[1] % GROUP == 0:
+                dy, dy_t = kernels.swiglu_backward_dual(dy_TN, gate_up, dtype=precision.grad_dtype, scale_format=precision.scale_format)
+            else:
+                dy_TN = kernels.swiglu_backward(dy_TN, gate_up)
+        if dy_t is None:
+            dy, dy_t = _quantize_grad(dy_TN, flow.row_order, precision, kernels, (fp8_dgrad, fp8_wgrad))
         dx = dw = None
         if fp8_dgrad:
             dx = kernels.dgrad(dy, BlockScaled(for_dgrad[0], for_dgrad[1], ctx.w_t_block))
-        elif ctx.needs_input_grad[0]:
+        elif needs_dx:
             dx = _mm(dy_TN, for_dgrad[0].t(), torch.bfloat16)
         if fp8_wgrad:
             x_t = _saved_transposed(kept, ctx.block, precision, kernels)
             dw = deliver_weight_gradient(ctx.weight_ref, lambda out: kernels.wgrad(dy_t, x_t, out))
-        elif ctx.needs_input_grad[1]:
+        elif needs_dw:
             x_TK = _saved_bf16(kept, ctx.block, precision, ctx.num_toks)
             dw = deliver_weight_gradient(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
-        return dx, dw, None, None, None, None
+        return dx, dw, None
 
 
 class _Bf16Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        ctx.save_for_backward(x_TK, weight)
-        ctx.weight_ref = weight
-        return _mm(x_TK, weight, out_dtype)
+    def forward(ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype, swiglu_kernels: Kernels | None) -> torch.Tensor:
+        y_TN = _mm(x_TK, weight, out_dtype)
+        ctx.weight_ref, ctx.swiglu_kernels = weight, swiglu_kernels
+        ctx.save_for_backward(x_TK, weight, *([] if swiglu_kernels is None else [y_TN]))
+        return y_TN if swiglu_kernels is None else swiglu_kernels.swiglu(y_TN)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TK, weight = ctx.saved_tensors
+        x_TK, weight, *gate_up = ctx.saved_tensors
         dy_TN = grads[0].to(torch.bfloat16)
+        if gate_up:
+            dy_TN = ctx.swiglu_kernels.swiglu_backward(dy_TN, gate_up[0])
         dx = _mm(dy_TN, weight.t(), torch.bfloat16) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             dw = deliver_weight_gradient(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 def _check(x_TK: torch.Tensor, weight: torch.Tensor) -> None:

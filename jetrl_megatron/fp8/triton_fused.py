@@ -3,8 +3,8 @@
 Enters: BF16 inputs of the norm or of the activation. Leaves: the FP8 operands of a linear layer behind them, and the rstd that a backward
 of the norm needs. The BF16 result never goes to memory: for [R, C] this saves 4 bytes an element of traffic.
 Invariant: the codes are those of quantising the BF16 values that the unfused operation gives (triton_source.py has the roundings).
-Left out: a backward of norm and SwiGLU. The actor does not call these yet: it runs norm, activation and quantiser one after the other.
-`bench quant` times these.
+Left out: a backward of the norm; that of SwiGLU is in triton_swiglu.py. The actor does not call these yet: it runs norm, activation and
+the quantiser of the forward one after the other. `bench quant` times these.
 
 Legend: R rows, C columns of the quantised matrix.
 """

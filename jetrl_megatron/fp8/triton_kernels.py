@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from jetrl_megatron.fp8.triton_cast import column_amax_bits, group_scale, inverse, row_amax_bits, to_byte_pairs, to_bytes, to_words
-from jetrl_megatron.fp8.triton_source import load_pairs, split_pair
+from jetrl_megatron.fp8.triton_source import load_d_gate, load_d_up, load_pairs, split_pair
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -71,13 +71,31 @@ def tile_kernel(
     The tile is four [32, 128] parts, part j with the rows 4 i + j: the codes of four neighbouring rows then meet in one thread as one
     32-bit word, and the transpose through shared memory moves words instead of bytes.
     """
-    block_r, block_c = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    block_r, block_c, row_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    if KIND == 4:
+        # Neighbours own the d_gate and the d_up tile of the same operands: what the second reads, the first has just brought into cache.
+        block_c += (block_r % 2) * (cols // 256)
+        block_r, row_blocks = block_r // 2, row_blocks // 2
     r = block_r * 128 + 4 * tl.arange(0, 32)
     p = block_c * 64 + tl.arange(0, 64)
-    a0, b0 = load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
-    a1, b1 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 1, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
-    a2, b2 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 2, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
-    a3, b3 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 3, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+    if KIND == 4:
+        half = cols // 2
+        if block_c * 128 < half:
+            a0, b0 = load_d_gate(x_ptr, aux_ptr, r, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a1, b1 = load_d_gate(x_ptr, aux_ptr, r + 1, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a2, b2 = load_d_gate(x_ptr, aux_ptr, r + 2, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a3, b3 = load_d_gate(x_ptr, aux_ptr, r + 3, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+        else:
+            q = p - half // 2
+            a0, b0 = load_d_up(x_ptr, aux_ptr, r, q, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a1, b1 = load_d_up(x_ptr, aux_ptr, r + 1, q, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a2, b2 = load_d_up(x_ptr, aux_ptr, r + 2, q, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a3, b3 = load_d_up(x_ptr, aux_ptr, r + 3, q, rows, half, x_stride, aux_stride_r, EVEN, F)
+    else:
+        a0, b0 = load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+        a1, b1 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 1, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+        a2, b2 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 2, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
+        a3, b3 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 3, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND, EVEN, F)
     if ROW == 2 or T != 0:
         even, odd = column_amax_bits(a0, b0, a1, b1, a2, b2, a3, b3, F)
         if ROW == 2 or T == 2:
@@ -99,7 +117,7 @@ def tile_kernel(
             x1, y1 = split_pair(a1, b1, False, F)
             x2, y2 = split_pair(a2, b2, False, F)
             x3, y3 = split_pair(a3, b3, False, F)
-            pitch = tl.num_programs(0).to(tl.int64) * 32
+            pitch = row_blocks * 32
             t_ptrs = t_codes_ptr + 2 * p[:, None] * pitch + (block_r * 32 + tl.arange(0, 32))[None, :]
             even_mask, odd_mask = None if EVEN else (2 * p < cols)[:, None], None if EVEN else (2 * p + 1 < cols)[:, None]
             tl.store(t_ptrs, tl.trans(_words(x0, x1, x2, x3, even_high, even_low, F)), mask=even_mask)

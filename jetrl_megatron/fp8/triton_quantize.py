@@ -17,7 +17,7 @@ from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, check_input
 from jetrl_megatron.fp8.triton_cast import cast_format, contiguous_rows
 from jetrl_megatron.fp8.triton_kernels import row_kernel, tile_kernel, transpose_kernel
-from jetrl_megatron.fp8.triton_source import FP8, PLAIN, Source
+from jetrl_megatron.fp8.triton_source import FP8, PLAIN, SWIGLU_GRAD, Source
 
 E4M3 = torch.float8_e4m3fn
 ROW_TILE = 32
@@ -119,7 +119,9 @@ def quantize_tiles(
     if rows and cols:
         row_, t_ = row_out or t_out, t_out or row_out
         assert row_ is not None and t_ is not None, (row_mode, t_mode)
-        tile_kernel[(num_blocks(rows, GROUP), num_blocks(cols, GROUP))](
+        row_blocks, col_blocks = num_blocks(rows, GROUP), num_blocks(cols, GROUP)
+        grid = (2 * row_blocks, col_blocks // 2) if source.kind == SWIGLU_GRAD else (row_blocks, col_blocks)
+        tile_kernel[grid](
             *source.arguments(),
             row_.data.view(torch.uint8),
             row_.scale,

@@ -1,9 +1,12 @@
 """What a quantiser reads: a plain matrix, FP8 codes, or the operands of the operation that it is fused with.
 
-Enters: pointers of one of four sources. Leaves: pairs of neighbouring columns, with exactly the BF16 (or dequantised FP32) values which
+Enters: pointers of one of five sources. Leaves: pairs of neighbouring columns, with exactly the BF16 (or dequantised FP32) values which
 the unfused path would have written to memory and read back.
 Equations, [R, C] each: plain x; fp8 code * scale; norm bf16(x * rstd * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
-swiglu bf16(bf16(gate / (1 + exp(-gate))) * up) with x = [gate | up]. The inner roundings are those of the rollout engine's own kernels.
+swiglu bf16(bf16(gate / (1 + exp(-gate))) * up) with x = [gate | up]; swiglu_grad bf16 of [d_gate | d_up] as swiglu.py has them, from the
+same x and dh. The inner roundings are those of the rollout engine's own kernels.
+No product here meets a sum that a compiler could contract with it (where one is wanted, it is written as `fma`): two kernels that call the
+same function get the same bits.
 A pair is (a, b): where `F.plain`, a and b are the FP32 values of columns 2 p and 2 p + 1; else both are one tensor of 32-bit words that
 hold two BF16 values each, which halves registers and lets one instruction compare two.
 
@@ -16,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-PLAIN, FP8, NORM, SWIGLU = 0, 1, 2, 3
+PLAIN, FP8, NORM, SWIGLU, SWIGLU_GRAD = 0, 1, 2, 3, 4
 """Kinds of source."""
 
 
@@ -26,11 +29,11 @@ class Source:
 
     kind: int
     x: torch.Tensor
-    """[R, C], rows contiguous; [R, 2C] for swiglu; uint8 for fp8."""
+    """[R, C], rows contiguous; [R, 2C] for swiglu; uint8 for fp8. swiglu_grad: [R, C] gate and up, C a multiple of 256."""
     cols: int
     """C."""
     row_aux: torch.Tensor | None = None
-    """fp8: scales [R, ceil(C / 128)] float32; norm: rstd [R, 1] float32."""
+    """fp8: scales [R, ceil(C / 128)] float32; norm: rstd [R, 1] float32; swiglu_grad: dh [R, C / 2], rows contiguous."""
     weight: torch.Tensor | None = None
     """norm: [C] bfloat16."""
 
@@ -38,7 +41,8 @@ class Source:
     def paired(self) -> bool:
         """Whether two BF16 columns can be read as one aligned 32-bit word."""
         weight_aligned = self.weight is None or self.weight.data_ptr() % 4 == 0
-        even = self.cols % 2 == 0 and self.x.stride(0) % 2 == 0 and self.x.data_ptr() % 4 == 0
+        grad = self.row_aux if self.kind == SWIGLU_GRAD else None
+        even = self.cols % 2 == 0 and all(t.stride(0) % 2 == 0 and t.data_ptr() % 4 == 0 for t in (self.x, grad) if t is not None)
         return self.x.dtype is torch.bfloat16 and even and weight_aligned
 
     def arguments(self) -> tuple[object, ...]:
@@ -83,6 +87,20 @@ def read_words(ptr, offset, p, mask, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
+def silu(gate, SOFT: tl.constexpr):
+    """gate / (1 + exp(-gate)), rounded to BF16, in FP32."""
+    return round_bf16(tl.div_rn(gate, 1.0 + tl.exp(-gate)), SOFT)
+
+
+@triton.jit
+def d_silu(gate):
+    """Derivative of silu before its rounding: sigmoid * (1 + gate * (1 - sigmoid)), FP32; its division is right to 2 ulp."""
+    one = tl.full(gate.shape, 1.0, tl.float32)
+    sigmoid = one / (1.0 + tl.exp(-gate))
+    return sigmoid * tl.fma(gate, 1.0 - sigmoid, one)
+
+
+@triton.jit
 def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND: tl.constexpr, EVEN: tl.constexpr,
                F: tl.constexpr):  # fmt: skip
     """Rows r and column pairs p (int64 vectors) of the source as a pair; zero outside [rows, cols]. EVEN: no element is outside."""
@@ -105,10 +123,27 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_strid
             a, b = join_pair(a * rstd * weight_a, b * rstd * weight_b, F)
         elif KIND == 3:
             up_a, up_b = read_pair(x_ptr + cols, offset, p[None, :], in_rows, cols, F, EVEN)
-            silu_a = round_bf16(tl.div_rn(a, 1.0 + tl.exp(-a)), F.soft)
-            silu_b = round_bf16(tl.div_rn(b, 1.0 + tl.exp(-b)), F.soft)
-            a, b = join_pair(silu_a * up_a, silu_b * up_b, F)
+            a, b = join_pair(silu(a, F.soft) * up_a, silu(b, F.soft) * up_b, F)
     return a, b
+
+
+@triton.jit
+def load_d_gate(x_ptr, dh_ptr, r, p, rows, half, x_stride, dh_stride, EVEN: tl.constexpr, F: tl.constexpr):
+    """Rows r and column pairs p (int64 vectors) of d_gate [rows, half] as a pair; zero outside. EVEN: no element is outside."""
+    in_rows, offset, p = (r < rows)[:, None], r[:, None] * x_stride, p[None, :]
+    gate_a, gate_b = read_pair(x_ptr, offset, p, in_rows, half, F, EVEN)
+    up_a, up_b = read_pair(x_ptr + half, offset, p, in_rows, half, F, EVEN)
+    dh_a, dh_b = read_pair(dh_ptr, r[:, None] * dh_stride, p, in_rows, half, F, EVEN)
+    return join_pair(dh_a * up_a * d_silu(gate_a), dh_b * up_b * d_silu(gate_b), F)
+
+
+@triton.jit
+def load_d_up(x_ptr, dh_ptr, r, p, rows, half, x_stride, dh_stride, EVEN: tl.constexpr, F: tl.constexpr):
+    """The same of d_up."""
+    in_rows, p = (r < rows)[:, None], p[None, :]
+    gate_a, gate_b = read_pair(x_ptr, r[:, None] * x_stride, p, in_rows, half, F, EVEN)
+    dh_a, dh_b = read_pair(dh_ptr, r[:, None] * dh_stride, p, in_rows, half, F, EVEN)
+    return join_pair(dh_a * silu(gate_a, F.soft), dh_b * silu(gate_b, F.soft), F)
 
 
 @triton.jit

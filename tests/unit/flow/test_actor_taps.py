@@ -29,7 +29,6 @@ class Recorder:
         return self._qk_norm
 
 
-@torch.no_grad()
 def recorded(actor: Actor) -> dict:
     sequence = {"tokens": [1 + i * 7 % 190 for i in range(NUM_TOKENS)], "num_prompt": NUM_PROMPT}
     recorder = Recorder(actor.arch.qk_norm)
@@ -75,6 +74,18 @@ def test_an_operator_that_differs_is_named_with_its_layer_and_phase(actor):
     assert alone == {("down", "decode"): 1, ("k_rope", "prefill"): 0}
     in_place = differing(compared(actor, sequence, False))
     assert in_place == {("down", "decode"): 1, ("k_rope", "prefill"): 0}
+
+
+def test_swiglu_is_judged_on_what_the_engine_gave_it(actor):
+    sequence = recorded(actor)
+    gate_up = sequence["outputs"]["1.gate_up"]
+    assert gate_up.shape[1] == 2 * sequence["outputs"]["1.swiglu"].shape[1]
+    gate_up[3] *= 2
+    alone = compared(actor, sequence, True)
+    assert differing(alone) == {("gate_up", "prefill"): 1, ("swiglu", "prefill"): 1}
+    features = gate_up.shape[1] // 2
+    assert 0.9 * features < alone["swiglu", "prefill"].differing <= features, "one row, and nearly every element of it"
+    assert differing(compared(actor, sequence, False)) == {("gate_up", "prefill"): 1}
 
 
 def test_fused_qkv_goes_apart_and_back(actor):

@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from jetrl_megatron.config import ScaleFormat  # noqa: E402
-from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_quantize  # noqa: E402
+from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_quantize, triton_swiglu  # noqa: E402
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual, quantize_weight  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,6 +99,8 @@ def no_launch(monkeypatch):
         monkeypatch.setattr(triton_quantize, name, Refusing())
     monkeypatch.setattr(triton_fused, "rstd_kernel", Refusing())
     monkeypatch.setattr(triton_accumulate, "_accumulate_kernel", Refusing())
+    for name in ("swiglu_kernel", "swiglu_backward_kernel"):
+        monkeypatch.setattr(triton_swiglu, name, Refusing())
 
 
 @pytest.mark.usefixtures("no_launch")
@@ -118,6 +120,10 @@ def test_empty_input_launches_nothing(shape):
     assert row_wise.shape == shape and transposed.shape == padded and rstd.shape == (shape[0], 1)
     row_wise, transposed = triton_fused.swiglu_quantize(torch.cat((x, x), 1))
     assert row_wise.shape == shape and transposed.shape == padded
+    assert triton_swiglu.swiglu(torch.cat((x, x), 1)).shape == shape
+    assert triton_swiglu.swiglu_backward(x, torch.cat((x, x), 1)).shape == (shape[0], 2 * shape[1])
+    row_wise, transposed = triton_swiglu.swiglu_backward_dual(x, torch.cat((x, x), 1))
+    assert row_wise.shape == (shape[0], 2 * shape[1]) and transposed.shape == (2 * shape[1], padded[1])
     sums = x.float()
     assert triton_accumulate.accumulate(sums, x) is sums
     with pytest.raises(AssertionError, match="was launched"):

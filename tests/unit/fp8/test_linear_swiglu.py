@@ -1,0 +1,161 @@
+"""A linear with SwiGLU in one autograd function: every arm gives the bits of the linear, SwiGLU and SwiGLU's gradient one by one."""
+
+import itertools
+
+import pytest
+import torch
+
+from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, SavedActivation, ScaleFormat, WgradGranularity
+from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
+from jetrl_megatron.fp8.backend import ReferenceKernels
+from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward
+
+FP8, BF16 = LinearPrecision.fp8, LinearPrecision.bf16
+REFERENCE = Backend.reference
+T, F, K = 200, 256, 128
+
+
+def layer(order: bool = False, toks: int = T, features: int = F, scale_format: ScaleFormat = ScaleFormat.fp32):
+    g = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(2 * features, K, generator=g).bfloat16() / 8)
+    x = torch.randn(toks, K, generator=g).bfloat16().requires_grad_()
+    dh = torch.randn(toks, features, generator=g).bfloat16()
+    row_order = torch.randperm(2 * features, generator=g) if order else None
+    cache = WeightCache(scale_format)
+    cache.register("w", weight, row_order)
+    cache.refresh()
+    return x, weight, dh, cache.get("w"), row_order
+
+
+def one_by_one(linear, x, weight, dh):
+    """(h, dX, dW) of the separate steps."""
+    gate_up = linear(x, weight)
+    gate_up.backward(swiglu_backward(dh, gate_up))
+    found = swiglu(gate_up), x.grad, weight.grad
+    x.grad = weight.grad = None
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the gradients of SwiGLU that were asked for."""
+    seen: list[str] = []
+
+    def counted(name, function):
+        def count(*args, **kwargs):
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        return staticmethod(count)
+
+    for name in ("swiglu_backward", "swiglu_backward_dual"):
+        monkeypatch.setattr(ReferenceKernels, name, counted(name, getattr(ReferenceKernels, name)))
+    return seen
+
+
+@pytest.mark.parametrize("order", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "dgrad", "wgrad", "grad_format"), list(itertools.product(SavedActivation, [FP8, BF16], [FP8, BF16], GradFormat))
+)
+def test_every_arm_has_the_bits_of_the_steps_one_by_one(calls, order, saved, dgrad, wgrad, grad_format):
+    x, weight, dh, cached, row_order = layer(order)
+    precision = GemmPrecision(saved_activation=saved, dgrad=dgrad, wgrad=wgrad, grad_format=grad_format)
+    want = one_by_one(lambda x, w: fp8_linear(x, w, cached, precision, REFERENCE, row_order), x, weight, dh)
+    assert calls == []
+    h = fp8_linear_swiglu(x, weight, cached, precision, REFERENCE, row_order)
+    h.backward(dh)
+    assert all(torch.equal(*pair) for pair in zip((h, x.grad, weight.grad), want, strict=True))
+    assert want[1].abs().max() > 0 and want[2].abs().max() > 0
+    fused = (dgrad, wgrad) == (FP8, FP8) and not order
+    assert calls == ["swiglu_backward_dual" if fused else "swiglu_backward"]
+
+
+@pytest.mark.parametrize("granularity", list(WgradGranularity))
+@pytest.mark.parametrize("scale_format", list(ScaleFormat))
+def test_granularity_and_scale_format_go_through(calls, granularity, scale_format):
+    x, weight, dh, cached, _ = layer(scale_format=scale_format)
+    precision = GemmPrecision(wgrad_granularity=granularity, scale_format=scale_format)
+    want = one_by_one(lambda x, w: fp8_linear(x, w, cached, precision, REFERENCE), x, weight, dh)
+    h = fp8_linear_swiglu(x, weight, cached, precision, REFERENCE)
+    h.backward(dh)
+    assert all(torch.equal(*pair) for pair in zip((h, x.grad, weight.grad), want, strict=True))
+    assert calls == ["swiglu_backward_dual"]
+
+
+def test_features_that_are_no_multiple_of_128_are_quantised_from_bf16(calls):
+    x, weight, dh, cached, _ = layer(features=192)
+    want = one_by_one(lambda x, w: fp8_linear(x, w, cached, GemmPrecision(), REFERENCE), x, weight, dh)
+    h = fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE)
+    h.backward(dh)
+    assert all(torch.equal(*pair) for pair in zip((h, x.grad, weight.grad), want, strict=True))
+    assert calls == ["swiglu_backward"]
+
+
+def test_frozen_weight_and_frozen_input(calls):
+    x, weight, dh, cached, _ = layer()
+    _, dx, dw = one_by_one(lambda x, w: fp8_linear(x, w, cached, GemmPrecision(), REFERENCE), x, weight, dh)
+    fp8_linear_swiglu(x, weight.detach(), cached, GemmPrecision(), REFERENCE).backward(dh)
+    assert torch.equal(x.grad, dx) and weight.grad is None
+    fp8_linear_swiglu(x.detach(), weight, cached, GemmPrecision(), REFERENCE).backward(dh)
+    assert torch.equal(weight.grad, dw)
+    assert calls == ["swiglu_backward", "swiglu_backward_dual"]
+
+
+def test_bf16_has_the_bits_of_the_steps_one_by_one(calls):
+    x, weight, dh, _, _ = layer()
+    want = one_by_one(bf16_linear, x, weight, dh)
+    h = bf16_linear_swiglu(x, weight, REFERENCE)
+    h.backward(dh)
+    assert all(torch.equal(*pair) for pair in zip((h, x.grad, weight.grad), want, strict=True))
+    assert calls == ["swiglu_backward"]
+
+
+def test_gradients_add_up_in_main_grad():
+    x, weight, dh, cached, _ = layer()
+    weight.main_grad = torch.zeros(2 * F, K)
+    fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE).backward(dh)
+    once = weight.main_grad.clone()
+    fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE).backward(dh)
+    assert once.abs().max() > 0 and torch.equal(weight.main_grad, once + once)
+
+
+def test_what_is_saved_is_x_and_gate_up_and_nothing_without_gradients():
+    x, weight, _, cached, _ = layer(toks=256)
+    plain = fp8_linear(x, weight, cached, GemmPrecision(), REFERENCE).grad_fn.saved_tensors
+    h = fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE)
+    *same, gate_up = h.grad_fn.saved_tensors
+    assert [t.shape for t in same] == [t.shape for t in plain] and (gate_up.shape, gate_up.dtype) == ((256, 2 * F), torch.bfloat16)
+    (_, _, kept) = bf16_linear_swiglu(x, weight, REFERENCE).grad_fn.saved_tensors
+    assert kept.shape == (256, 2 * F)
+    with torch.no_grad():
+        for again, want in (
+            (fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE), h),
+            (bf16_linear_swiglu(x, weight, REFERENCE), swiglu(bf16_linear(x, weight))),
+        ):
+            assert again.grad_fn is None and torch.equal(again, want)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_zero_tokens_give_empty_output_and_zero_gradient(main_grad):
+    x, weight, dh, cached, _ = layer(toks=0)
+    if main_grad:
+        weight.main_grad = torch.ones(2 * F, K)
+    for run in (
+        lambda: fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE),
+        lambda: bf16_linear_swiglu(x, weight, REFERENCE),
+    ):
+        x.grad = weight.grad = None
+        h = run()
+        h.backward(dh)
+        assert h.shape == (0, F) and x.grad.shape == (0, K)
+        assert torch.equal(weight.main_grad, torch.ones(2 * F, K)) if main_grad else torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_what_does_not_fit_is_refused():
+    x, weight, _, cached, _ = layer()
+    with pytest.raises(ValueError, match="2F"):
+        bf16_linear_swiglu(x, weight[:-1], REFERENCE)
+    with pytest.raises(ValueError, match="must be \\[T, K\\]"):
+        fp8_linear_swiglu(x[:, :64], weight, cached, GemmPrecision(), REFERENCE)
+    with pytest.raises(ValueError, match="resolve_backend"):
+        bf16_linear_swiglu(x, weight, Backend.auto)
