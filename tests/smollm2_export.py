@@ -5,8 +5,8 @@
 `--aligned` makes every linear a whole number of 128x128 blocks at TP1 and TP2 without changing what the model computes: hidden 576 -> 768,
 9 query heads -> 12 and 3 kv heads -> 4 (three query heads a kv head, before and after), all added entries zero. RMSNorm then averages
 over 768 entries of which 192 are zero, so its weight is multiplied by sqrt(576 / 768) and its eps by 576 / 768. Added entries get no
-gradient. `--head-dim 128` also widens every head: its rope pair i becomes pair 2 i, which turns by the same angle, the added columns of q, k
-and v are zero, and q's weight is multiplied by sqrt(2), because scores are divided by the root of the wider head. FlashAttention 3
+gradient. `--head-dim 128` also widens every head: its rope pair i becomes pair 2 i, which turns by the same angle, the added columns of q,
+k and v are zero, and q's weight is multiplied by sqrt(2), because scores are divided by the root of the wider head. FlashAttention 3
 prefills and decodes heads of 128 with the same tiles, and heads of 64 not. Needs gguf, accelerate and sentencepiece.
 """
 
@@ -44,7 +44,7 @@ def widen(name: str, tensor: Tensor, head_dim: int) -> Tensor:
 
 
 def _wide_heads(rows: Tensor, head_dim: int, *, roped: bool) -> Tensor:
-    """[heads * 64, C] -> [heads * head_dim, C]; roped: rope pair (i, i + 32) becomes pair (2 i, 2 i + head_dim / 2) of 128, or stays of 64."""
+    """[heads * 64, C] -> [heads * head_dim, C]; roped: of 128, rope pair (i, i + 32) becomes pair (2 i, 2 i + 64)."""
     old = rows.view(-1, HEAD_DIM, rows.shape[1])
     out = old.new_zeros(old.shape[0], head_dim, rows.shape[1])
     place = torch.arange(HEAD_DIM)
