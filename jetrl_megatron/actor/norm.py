@@ -1,9 +1,10 @@
-"""RMSNorm of the residual stream and of q and k: high precision inside, one rounding to BF16, as vLLM's kernel has it.
+"""RMSNorm of the residual stream and of q and k: high precision inside, one rounding to BF16.
 
     y = bf16(x / sqrt(mean(x^2) + eps) * w)
 
-Enters: x [..., H] BF16. Leaves: y [..., H] BF16. Invariant: a row's result depends on that row alone. Hugging Face's models round before
-the weight too; with weights far from 1 that moves a fifth of the outputs by one BF16 step (`jetrl flow` shows it).
+Enters: x [..., H] BF16. Leaves: y [..., H] BF16. Invariant: a row's result depends on that row alone; vLLM runs this very function
+(rollout/vllm_plugin.py). Hugging Face's models round before the weight too; with weights far from 1 that moves a fifth of the outputs by
+one BF16 step (`jetrl flow` shows it).
 """
 
 from typing import Any
@@ -34,8 +35,33 @@ class RMSNorm(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis: [..., H] -> [..., H], same dtype."""
-        if x.is_cuda:
-            return torch.nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)  # FP32 inside, rounded once
-        wide = x.to(accumulate_dtype(x.device))
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (scaled * self.weight.to(wide.dtype)).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x [..., H] BF16 by weight [H] BF16, with its gradient; on CUDA one Triton kernel, on a CPU in float64."""
+    if x.is_cuda:
+        y: Tensor = _TritonNorm.apply(x, weight, eps)
+        return y
+    wide = x.to(accumulate_dtype(x.device))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.to(wide.dtype)).to(x.dtype)
+
+
+class _TritonNorm(torch.autograd.Function):
+    """The kernel's forward, torch's backward from the saved rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from jetrl_megatron.fp8.triton_norm import rms_norm as kernel
+
+        y, rstd = kernel(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        dx, dw = torch.ops.aten._fused_rms_norm_backward(grads[0].contiguous(), x.contiguous(), [x.shape[-1]], rstd, weight, wanted)
+        return dx, dw, None

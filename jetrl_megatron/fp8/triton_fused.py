@@ -15,10 +15,10 @@ from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.triton_cast import contiguous_rows
 from jetrl_megatron.fp8.triton_quantize import GROUPED, quantize_rows, quantize_tiles
-from jetrl_megatron.fp8.triton_source import NORM, SWIGLU, Source, rstd_kernel
+from jetrl_megatron.fp8.triton_norm import rms_rstd
+from jetrl_megatron.fp8.triton_source import NORM, SWIGLU, Source
 
 E4M3 = torch.float8_e4m3fn
-RSTD_BLOCK = 1024
 
 
 def rms_norm_quantize(
@@ -32,9 +32,7 @@ def rms_norm_quantize(
     if x.dim() != 2 or weight.shape != (x.shape[1],) or x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}; need bfloat16 [R, C] and [C]")
     x = contiguous_rows(x)
-    rstd = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-    if x.numel():
-        rstd_kernel[(x.shape[0],)](x, rstd, x.stride(0), eps, COLS=x.shape[1], BLOCK=RSTD_BLOCK)
+    rstd = rms_rstd(x, weight, eps)
     source = Source(NORM, x, x.shape[1], rstd, weight.detach())
     return (*_both(source, dual, scale_format), rstd)
 

@@ -174,16 +174,3 @@ def split_pair(a, b, AGAIN: tl.constexpr, F: tl.constexpr):
         permute: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
         first, second = tl.inline_asm_elementwise(permute, "=r,=r,r", [a], dtype=(tl.float32, tl.float32), is_pure=True, pack=1)
     return first, second
-
-
-@triton.jit
-def rstd_kernel(x_ptr, rstd_ptr, x_stride, eps, COLS: tl.constexpr, BLOCK: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of one row, FP32."""
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, COLS, BLOCK):
-        c = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * x_stride + c, mask=c < COLS, other=0.0).to(tl.float32)
-        total += x * x
-    mean = tl.div_rn(tl.sum(total, 0), COLS * 1.0)
-    tl.store(rstd_ptr + row, tl.div_rn(1.0, tl.sqrt_rn(mean + eps)))

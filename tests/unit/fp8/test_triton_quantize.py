@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from jetrl_megatron.config import ScaleFormat  # noqa: E402
-from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_quantize, triton_swiglu  # noqa: E402
+from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_norm, triton_quantize, triton_swiglu  # noqa: E402
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual, quantize_weight  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,7 +97,7 @@ def no_launch(monkeypatch):
 
     for name in ("row_kernel", "tile_kernel", "transpose_kernel"):
         monkeypatch.setattr(triton_quantize, name, Refusing())
-    monkeypatch.setattr(triton_fused, "rstd_kernel", Refusing())
+    monkeypatch.setattr(triton_norm, "norm_kernel", Refusing())
     monkeypatch.setattr(triton_accumulate, "_accumulate_kernel", Refusing())
     for name in ("swiglu_kernel", "swiglu_backward_kernel"):
         monkeypatch.setattr(triton_swiglu, name, Refusing())
