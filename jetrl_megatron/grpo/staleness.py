@@ -28,8 +28,9 @@ def batch_staleness(samples: Sequence[Sample], version: int, updates_per_batch: 
         if max(ages) > limit:
             raise RunFailure(
                 f"completion {completion.sample_index} of prompt {completion.prompt_id} has tokens of version {min(completion.versions)} "
-                f"and the actor is at version {version}: {max(ages)} rollout batches of {updates_per_batch} updates, rollout.max_staleness is "
-                f"{limit}. Nothing is learned from it and the last checkpoint is intact; start the same command again to go on from there"
+                f"and the actor is at version {version}: {max(ages)} rollout batches of {updates_per_batch} updates, "
+                f"rollout.max_staleness is {limit}. Nothing is learned from it and the last checkpoint is intact; start the same command "
+                "again to go on from there"
             )
         total, toks, largest = total + sum(ages), toks + len(ages), max(largest, *ages)
     return {"staleness": total / toks, "staleness_max": float(largest)}

@@ -22,8 +22,7 @@ class FakePool:
         return self.waits
 
     def ready(self):
-        assert not self.waits
-        return [0, 1]
+        return [] if self.waits else [0, 1]
 
     def gone(self, number, cause):
         pass
