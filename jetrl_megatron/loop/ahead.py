@@ -6,7 +6,8 @@ of the next step. With R_s the rollouts of step s:
     begin(s + 1) | learn R_s in the foreground, the engines draw R_(s+1) with version s - 1 in the background | finish | push version s
 
 Only the engine's draw runs in the background; prompts are taken before it and rewards are scored after it, in the foreground, since both
-use the actor's groups or change what a checkpoint holds. Nothing is drawn ahead for a step behind `run.steps`.
+use the actor's groups or change what a checkpoint holds. Nothing is drawn ahead for a step behind `run.steps`, so a run that is made longer
+after its end draws the first of its new steps in turn.
 """
 
 from dataclasses import dataclass
