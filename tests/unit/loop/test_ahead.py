@@ -7,12 +7,13 @@ import pytest
 
 from jetrl_megatron import train as loop
 from jetrl_megatron.config import Correction, Engine, GrpoConfig, Recipe, RolloutConfig, RunConfig
-from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
+from jetrl_megatron.contracts import Completion, Prompt, Sample, SamplingParams
 from jetrl_megatron.data.order import PromptOrder
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.grpo.staleness import batch_staleness
 from jetrl_megatron.loop import collect as collecting
 from jetrl_megatron.loop.checks import warn_uncorrected
+from jetrl_megatron.loop.learn import learn
 from jetrl_megatron.metrics import STEP_KEYS
 from jetrl_megatron.rollout.background_draw import BackgroundDraw, PushHold
 from jetrl_megatron.run.phases import BESIDE, Phases
@@ -69,7 +70,7 @@ def made(monkeypatch):
     monkeypatch.setattr(collecting, "from_leader", lambda value: value if value is not None else rewards)
     monkeypatch.setattr(collecting, "gather_replicas", lambda value: [value])
 
-    def learn(session, samples):
+    def fake_learn(session, samples):
         age = batch_staleness(samples, session.actor.version, 2, session.recipe.rollout.max_staleness)
         events.append(f"learn {samples[0].prompt.id} at {session.actor.version}")
         if session.drawing is not None:
@@ -85,7 +86,7 @@ def made(monkeypatch):
         events.append(f"push {session.actor.version}")
         engine.version = session.actor.version
 
-    monkeypatch.setattr(loop, "learn", learn)
+    monkeypatch.setattr(loop, "learn", fake_learn)
     monkeypatch.setattr(loop, "push", push)
     records = []
     metrics = SimpleNamespace(log=lambda kind, step, values: records.append(values))
@@ -142,6 +143,16 @@ def test_in_turn_nothing_is_drawn_beside_anything(made):
     assert events == ["draw of p0 with 0", "learn p0 at 0", "push 2", "draw of p2 with 2", "learn p2 at 2", "push 4"]
     assert session.pending is None and [r["staleness_max"] for r in records] == [0.0, 0.0]
     assert BESIDE not in records[1]["seconds"]
+
+
+def test_nothing_is_learned_from_what_is_older_than_the_recipe_allows():
+    """Refused before the actor is touched: this one has nothing but a version."""
+    drawn = {"token_ids": (5,), "logprobs": (-1.0,), "finish_reason": "stop", "versions": (2,)}
+    old = Completion(prompt_id="p0", sample_index=0, **drawn)
+    samples = [Sample(prompt=PROMPTS[0], completion=old, reward=0.0, advantage=0.0, loss_mask=(1,))]
+    session = SimpleNamespace(recipe=Recipe(), actor=SimpleNamespace(version=3))
+    with pytest.raises(RunFailure, match=r"prompt p0 has tokens of version 2 .* version 3: .* rollout\.max_staleness is 0\."):
+        learn(session, samples)
 
 
 def test_old_tokens_without_a_correction_are_warned_of(caplog):
