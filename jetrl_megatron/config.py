@@ -260,6 +260,12 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check the rules between sections that need no model, and that no number is infinite or NaN."""
         refuse_non_finite(self)
+        if self.rollout.max_staleness and self.grpo.dynamic_sampling:
+            raise ValueError(
+                f"rollout.max_staleness is {self.rollout.max_staleness} and grpo.dynamic_sampling is true: which groups are drawn anew is "
+                "known only when a draw has been scored, and one draw fits beside an update; set grpo.dynamic_sampling=false, or "
+                "rollout.max_staleness=0"
+            )
         if self.rollout.prompts_per_step % self.grpo.minibatches:
             raise ValueError(
                 f"rollout.prompts_per_step is {self.rollout.prompts_per_step} and grpo.minibatches is {self.grpo.minibatches}; "

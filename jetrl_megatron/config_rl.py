@@ -130,12 +130,20 @@ class RolloutConfig:
     top_k: int = 0
     max_batch_seqs: int = 256
     """Sequences decoded together by the local engine."""
+    max_staleness: int = 0
+    """Rollout batches that the weights may have learned since a token was drawn; 1 draws the next batch while this one is learned."""
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
     def __post_init__(self) -> None:
         """Check ranges and that the trainer can reproduce the sampling distribution."""
         for name in ("prompts_per_step", "max_new_toks", "max_batch_seqs"):
             at_least(f"rollout.{name}", getattr(self, name), 1)
+        within("rollout.max_staleness", self.max_staleness, 0, 1, "one batch is drawn ahead, or none")
+        if self.max_staleness and self.engine is not Engine.vllm_pool:
+            raise ValueError(
+                f"rollout.max_staleness is {self.max_staleness} and rollout.engine is {self.engine.value}: only servers with weights of "
+                "their own can draw while the actor learns; set rollout.engine=vllm_pool, or rollout.max_staleness=0"
+            )
         if self.group_size < 2:
             raise ValueError(
                 f"rollout.group_size is {self.group_size}; it must be at least 2: an advantage is a reward against the mean of its group, "

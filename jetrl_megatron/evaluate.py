@@ -62,7 +62,7 @@ def recipe_for(model: Path, data: str, overrides: list[str], scratch: Path) -> R
         parallel=ParallelConfig(),
         data=replace(recipe.data, train=(), eval=(data,)),
         run=replace(recipe.run, dir=str(scratch / "session"), tensorboard=False, wandb=False),
-        rollout=replace(recipe.rollout, engine=Engine.local),
+        rollout=replace(recipe.rollout, engine=Engine.local, max_staleness=0),
         grpo=replace(recipe.grpo, kl_coef=0.0),
     )
 

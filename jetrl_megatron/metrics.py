@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jetrl_megatron.config import RunConfig
-from jetrl_megatron.run.phases import PHASES
+from jetrl_megatron.run.phases import BESIDE, PHASES
 from jetrl_megatron.run.records import RecordFile
 from jetrl_megatron.run.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-STEP_KEYS = ("reward", "response_toks", "logprob_abs_diff", "logprob_abs_diff_max", "token_mult_prob_error", "k3_kl", "seconds")
+_MISMATCH = ("logprob_abs_diff", "logprob_abs_diff_max", "token_mult_prob_error", "k3_kl")
+STEP_KEYS = ("reward", "response_toks", *_MISMATCH, "staleness", "staleness_max", "seconds")
 """reward: mean over samples. response_toks: mean tokens. logprob_abs_diff, _max: mean and largest |rollout - actor|, nats.
-token_mult_prob_error, k3_kl: as defined in grpo/mismatch.py, which gives `mismatch_by_position` too. seconds: by phase."""
+token_mult_prob_error, k3_kl: as defined in grpo/mismatch.py, which gives `mismatch_by_position` too. staleness, _max: mean and largest over
+tokens, in rollout batches (grpo/staleness.py). seconds: by phase, and of the draw beside them."""
 
 
 class Sink(Protocol):
@@ -131,14 +133,20 @@ class Metrics:
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """Say in one line what happened: reward, length, mismatch and seconds by phase for a step; every number for another kind."""
+    """Say in one line what happened: reward, length, mismatch and seconds by phase for a step; every number for another kind.
+
+    A step that learned from older tokens says how old, and one that drew beside the update how long that took.
+    """
     head = f"{record['kind']} {record['step']}/{num_steps}"
     if record["kind"] != "step":
         return f"{head}  " + "  ".join(f"{name} {value:.4g}" for name, value in _scalars(record, "").items() if name != "step")
     mismatch = f"mismatch {record['logprob_abs_diff']:.2e} (max {record['logprob_abs_diff_max']:.2e})"
     seconds = record["seconds"]
     times = "  ".join(f"{name} {seconds[name]:.2f}" for name in PHASES if name in seconds)
-    return f"{head}  reward {record['reward']:.3f}  length {record['response_toks']:.1f}  {mismatch}  |  {seconds['total']:.2f} s: {times}"
+    age = f"  staleness {record['staleness']:.2f}" if record["staleness_max"] else ""
+    beside = f"  beside them: draw {seconds[BESIDE]:.2f}" if BESIDE in seconds else ""
+    numbers = f"reward {record['reward']:.3f}  length {record['response_toks']:.1f}  {mismatch}{age}"
+    return f"{head}  {numbers}  |  {seconds['total']:.2f} s: {times}{beside}"
 
 
 def _scalars(values: Mapping[str, Any], prefix: str) -> dict[str, float]:

@@ -3,8 +3,9 @@
     prompts -> rollout -> rewards -> advantages -> batch -> log-probs, reference -> update -> quantise -> sync -> next version
 
 Enters: a recipe. Leaves: records, checkpoints, an HF export, curves and summary.json in the run directory. Happens-before: a completion is
-drawn with version v only after the optimizer step that made v has written BF16 parameters and they were quantised once. The run resumes by
-itself from the newest complete checkpoint and then continues bit for bit as if it had not stopped.
+drawn with version v only after the optimizer step that made v has written BF16 parameters and they were quantised once. With
+`rollout.max_staleness=1` the next step's rollouts are drawn beside the update, with the weights before it; no draw is under way in an
+evaluation or a save. The run resumes by itself from the newest complete checkpoint and then continues bit for bit as if it had not stopped.
 """
 
 import sys
@@ -12,8 +13,9 @@ import time
 
 from jetrl_megatron.config import Recipe
 from jetrl_megatron.grpo.advantages import make_samples
+from jetrl_megatron.loop import ahead
 from jetrl_megatron.loop.checks import check_checkpoints_are_there, check_records_are_there
-from jetrl_megatron.loop.collect import collect, own_failures, reward_failures
+from jetrl_megatron.loop.collect import collect
 from jetrl_megatron.loop.held_out import evaluate
 from jetrl_megatron.loop.learn import learn
 from jetrl_megatron.loop.persist import export_hf, open_store, restore, save
@@ -21,6 +23,7 @@ from jetrl_megatron.loop.replicas import any_true
 from jetrl_megatron.loop.setup import Session, build_actor, open_session
 from jetrl_megatron.loop.warm_start import run_warm_start, warm_start_dir
 from jetrl_megatron.metrics import Metrics
+from jetrl_megatron.run.phases import BESIDE
 from jetrl_megatron.run.report import close_run
 from jetrl_megatron.run.signals import StopSignal
 from jetrl_megatron.run.store import CheckpointStore
@@ -98,16 +101,20 @@ def _prepare(session: Session, stop: StopSignal) -> bool:
 
 def _step(session: Session, metrics: Metrics | None, step: int) -> None:
     """Take one step of the loop and write its record."""
-    recipe, failed_before = session.recipe, own_failures(session)
-    rollouts = collect(session, step)
+    recipe = session.recipe
+    rollouts = session.pending or collect(session, step)
+    begun = ahead.begin(session, step + 1)
     samples = make_samples(rollouts.prompts, rollouts.completions, rollouts.rewards, recipe.grpo, recipe.rollout.max_new_toks)
     rest(session)
     values = learn(session, samples)
+    session.pending = ahead.finish(session, begun) if begun is not None else None
     push(session)
-    failures = reward_failures(session, failed_before)
     seconds = session.phases.take()
+    if begun is not None:
+        seconds[BESIDE] = begun.draw.seconds
     if metrics is not None:
-        metrics.log("step", step, {**values, "version": session.actor.version, "reward_failures": failures, "seconds": seconds})
+        counts = {"version": session.actor.version, "reward_failures": rollouts.reward_failures}
+        metrics.log("step", step, {**values, **counts, "seconds": seconds})
 
 
 def rest(session: Session) -> None:

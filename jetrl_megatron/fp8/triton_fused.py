@@ -14,8 +14,8 @@ import torch
 from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.triton_cast import contiguous_rows
-from jetrl_megatron.fp8.triton_quantize import GROUPED, quantize_rows, quantize_tiles
 from jetrl_megatron.fp8.triton_norm import rms_rstd
+from jetrl_megatron.fp8.triton_quantize import GROUPED, quantize_rows, quantize_tiles
 from jetrl_megatron.fp8.triton_source import NORM, SWIGLU, Source
 
 E4M3 = torch.float8_e4m3fn

@@ -1,8 +1,8 @@
 """RMSNorm in one pass on a GPU, the kernel of both engines: y = bf16(x * rstd * w), rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside.
 
 Enters: BF16 rows of width D, in any strided arrangement [..., D] with neighbouring columns. Leaves: y, contiguous, and rstd.
-Invariant: a row's bits depend on that row, the weight, eps and D alone. The order of a row's sum is the tile's, and the tile is chosen by D;
-so neither the number of rows, nor how many heads lie in a token, nor their strides can change it. That is why no argument but D is
+Invariant: a row's bits depend on that row, the weight, eps and D alone. The order of a row's sum is the tile's, and the tile is chosen by
+D; so neither the number of rows, nor how many heads lie in a token, nor their strides can change it. That is why no argument but D is
 compiled in. vLLM's own kernel takes another order for batches of 256 tokens or more; one element that rounds the other way is enough to
 move FP8 codes in every layer behind it.
 The operator is `torch.ops.jetrl.rms_norm`, registered when this file is imported, so that a compiled graph can hold it.

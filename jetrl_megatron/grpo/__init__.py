@@ -10,7 +10,7 @@ In the order the data flows:
 - `advantages.py`: rewards to advantages by group, overlong handling, the dynamic-sampling predicate.
 - `packing.py`: which sequence goes into which micro-batch of which data-parallel rank (pure); `batch.py`: the `TrainBatch` tensors.
 - `loss.py`: the clipped policy loss with KL and corrections, and the supervised loss of the warm start.
-- `mismatch.py`: how far the rollout's log-probs are from the actor's.
+- `mismatch.py`: how far the rollout's log-probs are from the actor's. `staleness.py`: how old the tokens are, and the limit.
 
 Nothing is imported here, so that a reward worker starts without torch.
 """

@@ -8,7 +8,8 @@ Per position, with r = exp(train - old), A the advantage, q = ref - train:
     loss   = sum over positions of loss_weight * (policy + kl_coef * kl)
 
 w is 1, or the detached correction of the rollout mismatch, k = exp(old - rollout): `tis` min(k, cap) (truncated importance sampling,
-Yao et al. 2025); `icepop` k inside [low, high] and 0 outside (Ling team, 2025). It weighs the policy term only.
+Yao et al. 2025); `icepop` k inside [low, high] and 0 outside (Ling team, 2025). It weighs the policy term only. `rollout` is of the
+weights that drew the token and `old` of those that are about to be updated: for older tokens k holds the updates between, r never does.
 
 Invariant: `loss_weight` is already over the global denominator, so nothing is divided here and the sum over micro-batches and ranks is
 the loss, however the batch was cut. All of it is FP32. Positions outside the mask contribute exactly 0 to loss and gradient,

@@ -5,6 +5,9 @@ Enters: two log-probs for each token, a mask and positions. Leaves: with d = rol
     logprob_abs_diff = mean |d|        logprob_abs_diff_max = max |d|        token_mult_prob_error = mean exp|d|
     k3_kl = mean(exp(-d) - 1 + d)      outside_share = share of tokens with exp(-d) outside [0.5, 2]
 
+For tokens drawn with the actor's own weights d is the difference of the two engines. For older ones (staleness.py) it also holds the
+updates since: it then says how far the policy moved, and not whether the precision flows agree.
+
 Everything is accumulated in float64 as sums, so that ranks and micro-batches add up to one batch, but for rounding.
 Source of k3: http://joschu.net/blog/kl-approx.html.
 """

@@ -4,6 +4,8 @@
 - `setup`: recipe -> ranks, run directory, tokenizer, prompts, actor, engine, rewards: one `Session`.
 - `vllm_setup`: the vLLM pool of a session and the publisher that keeps it current, where the recipe asks for one.
 - `warm_start`: the short supervised run before step 0. `replicas`: sharing plain values over data-parallel and model-parallel ranks.
-- `collect`: prompts -> completions -> rewards, with dynamic sampling. `learn`: samples -> log-probs -> optimizer steps -> metrics.
+- `rollouts`: what a step learns from, and its form in a checkpoint.
+- `collect`: prompts -> completions -> rewards, with dynamic sampling. `ahead`: the same beside the update.
+- `learn`: samples -> log-probs -> optimizer steps -> metrics.
 - `persist`: checkpoints of a session and the HF export. `held_out`: evaluation on prompts that are not trained on.
 """

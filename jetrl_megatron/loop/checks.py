@@ -1,17 +1,21 @@
 """What prompts, tokenizer and model must agree on, checked before the first step: what fails here would else fail hours into a run.
 
 Enters: loaded prompts, stop ids, the architecture, the recipe. Leaves: nothing, or ValueError naming the prompt or id, the limit and
-the way out. Also the checks that a run directory with steps in its records still has its checkpoints, and the other way round.
+the way out. Also the checks that a run directory with steps in its records still has its checkpoints, and the other way round; and a
+warning of old tokens that are trained on as if they were fresh.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from conversion.architecture import ModelArchitecture
-from jetrl_megatron.config import Recipe
+from jetrl_megatron.config import Correction, Recipe
 from jetrl_megatron.contracts import Prompt
 from jetrl_megatron.data.prompts import PromptSet
 from jetrl_megatron.run.records import read_records
 from jetrl_megatron.run.run_dir import RunDir
+
+_LOG = logging.getLogger(__name__)
 
 
 def check_prompts(prompts: Iterable[Prompt], arch: ModelArchitecture) -> None:
@@ -66,6 +70,16 @@ def check_number_of_prompts(train: PromptSet, recipe: Recipe) -> None:
         raise ValueError(
             f"rollout.prompts_per_step is {wanted}, but data.train has {there} prompts (left out: {dict(train.dropped)}); lower "
             "rollout.prompts_per_step, or name more data"
+        )
+
+
+def warn_uncorrected(recipe: Recipe) -> None:
+    """Warn where tokens of older weights are trained on without importance weights: legal, and what the recipe says."""
+    if recipe.rollout.max_staleness and recipe.grpo.correction is Correction.none:
+        _LOG.warning(
+            "rollout.max_staleness is %d and grpo.correction is none: tokens of older weights are trained on without truncated importance "
+            "weights, as configured; grpo.correction=tis weighs them",
+            recipe.rollout.max_staleness,
         )
 
 

@@ -2,11 +2,11 @@
 
 Enters: the session at a step. Leaves: completions and rewards of whole groups. Each data-parallel replica draws its share of the prompts;
 its leader scores them; then everybody holds everything. Dynamic sampling replaces groups without spread by fresh prompts.
+`ahead.py` makes the same of a draw that runs beside the update.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from jetrl_megatron.config import SEEDS_PER_STEP
 from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
@@ -14,32 +14,11 @@ from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.grpo.advantages import groups_with_spread
 from jetrl_megatron.grpo.rewards import with_open_think
 from jetrl_megatron.loop.replicas import from_leader, gather_replicas
+from jetrl_megatron.loop.rollouts import Rollouts
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.engine import Request
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class Rollouts:
-    """Scored completions, group after group."""
-
-    prompts: dict[str, Prompt] = field(default_factory=dict)
-    completions: list[Completion] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-
-    def add(self, prompts: Sequence[Prompt], scored: Sequence[tuple[Completion, float]]) -> None:
-        """Append groups."""
-        self.prompts.update({p.id: p for p in prompts})
-        self.completions += [c for c, _ in scored]
-        self.rewards += [r for _, r in scored]
-
-    def only(self, ids: set[str]) -> "Rollouts":
-        """Return the groups of these prompts, order kept."""
-        kept = Rollouts()
-        pairs = [(c, r) for c, r in zip(self.completions, self.rewards, strict=True) if c.prompt_id in ids]
-        kept.add([p for i, p in self.prompts.items() if i in ids], pairs)
-        return kept
 
 
 def score(session: Session, requests: Sequence[Request], completions: Sequence[Completion]) -> list[float]:
@@ -80,15 +59,31 @@ def draw_and_score(
     session: Session, prompts: Sequence[Prompt], num_samples: int, params: SamplingParams, seed: int
 ) -> list[tuple[Completion, float]]:
     """Draw `num_samples` completions a prompt over all replicas and score them; returns pairs, prompt after prompt, sample after sample."""
-    dp, dp_rank = session.ranks.dp, session.ranks.dp_rank
-    mine = [Request(prompt=p, sample_index=j) for p in prompts[dp_rank::dp] for j in range(num_samples)]
+    mine = requests_of(session, prompts, num_samples)
     with session.phases("rollout"):
         completions = session.engine.generate(mine, params, seed=seed)
+    return score_and_share(session, prompts, mine, completions)
+
+
+def requests_of(session: Session, prompts: Sequence[Prompt], num_samples: int) -> list[Request]:
+    """Return this data-parallel replica's requests for `num_samples` completions a prompt."""
+    return [Request(prompt=p, sample_index=j) for p in prompts[session.ranks.dp_rank :: session.ranks.dp] for j in range(num_samples)]
+
+
+def score_and_share(
+    session: Session, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]
+) -> list[tuple[Completion, float]]:
+    """Score this replica's completions and bring all replicas' together; returns pairs, prompt after prompt, sample after sample."""
     with session.phases("reward"):
-        rewards = score(session, mine, completions)
+        rewards = score(session, requests, completions)
         shares = gather_replicas(list(zip(completions, rewards, strict=True)))
     place = {p.id: i for i, p in enumerate(prompts)}
     return sorted((pair for share in shares for pair in share), key=lambda pair: (place[pair[0].prompt_id], pair[0].sample_index))
+
+
+def take_prompts(session: Session, count: int) -> list[Prompt]:
+    """Return the next `count` prompts in the run's order."""
+    return [session.train_prompts.prompts[i] for i in session.order.take(count)]
 
 
 def collect(session: Session, step: int) -> Rollouts:
@@ -96,11 +91,9 @@ def collect(session: Session, step: int) -> Rollouts:
     cfg = session.recipe
     wanted = cfg.rollout.prompts_per_step
     rounds = cfg.grpo.dynamic_max_rounds if cfg.grpo.dynamic_sampling else 0
-    kept = Rollouts()
+    kept, failed_before = Rollouts(), own_failures(session)
     for attempt in range(rounds + 1):
-        indices = session.order.take(wanted - len(kept.prompts))
-        prompts = [session.train_prompts.prompts[i] for i in indices]
-        prompts = [p for p in prompts if p.id not in kept.prompts]
+        prompts = [p for p in take_prompts(session, wanted - len(kept.prompts)) if p.id not in kept.prompts]
         scored = draw_and_score(session, prompts, cfg.rollout.group_size, session.sampling(), draw_seed(cfg.run.seed, step, attempt))
         fresh = Rollouts()
         fresh.add(prompts, scored)
@@ -110,6 +103,7 @@ def collect(session: Session, step: int) -> Rollouts:
         kept.add(list(usable.prompts.values()), list(zip(usable.completions, usable.rewards, strict=True)))
         if len(kept.prompts) >= wanted:
             break
+    kept.reward_failures = reward_failures(session, failed_before)
     return kept
 
 

@@ -1,7 +1,8 @@
 """Samples to optimizer steps and the numbers of the step.
 
 Enters: samples of one rollout batch, equal on every rank. Leaves: updated weights, quantised, and the step's metrics. The mismatch is
-measured on what training really computes: the actor's own forward over the packed batch, against the log-probs of the rollout.
+measured on what training really computes: the actor's own forward over the packed batch, against the log-probs of the rollout. Tokens that
+were drawn before the last update (`rollout.max_staleness=1`) are compared across it: their mismatch is that of the engines and that update.
 """
 
 import math
@@ -18,6 +19,7 @@ from jetrl_megatron.grpo.batch import build_train_batch, completion_positions, s
 from jetrl_megatron.grpo.loss import metrics_from_sums, policy_loss
 from jetrl_megatron.grpo.mismatch import MismatchSums, mismatch_sums
 from jetrl_megatron.grpo.packing import plan_micro_batches, split_minibatches
+from jetrl_megatron.grpo.staleness import batch_staleness
 from jetrl_megatron.loop.replicas import add_up, gather_replicas
 from jetrl_megatron.loop.setup import Session
 
@@ -45,8 +47,12 @@ def measure_mismatch(batches: Sequence[TrainBatch], logprobs: Sequence[torch.Ten
 
 
 def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Take the optimizer steps of one rollout batch; returns metrics of the step (see `metrics.STEP_KEYS` for the required ones)."""
+    """Take the optimizer steps of one rollout batch; returns metrics of the step (see `metrics.STEP_KEYS` for the required ones).
+
+    Raises RunFailure for a completion older than `rollout.max_staleness`, before anything is changed, and for numbers that are not finite.
+    """
     cfg, actor = session.recipe.grpo, session.actor
+    age = batch_staleness(samples, actor.version, cfg.epochs * cfg.minibatches, session.recipe.rollout.max_staleness)
     shares = [[samples[i] for i in part] for part in split_minibatches(len(samples), cfg.minibatches)]
     minibatches = [pack(session, share) for share in shares]
     # One call a minibatch: those of another may have another packed length.
@@ -75,6 +81,7 @@ def learn(session: Session, samples: Sequence[Sample]) -> dict[str, Any]:
                 sums[name] = sums[name] + value if name in sums else value
     values = {
         **mismatch.metrics(),
+        **age,
         "mismatch_by_position": mismatch.by_position(),
         **metrics_from_sums(sums),
         "grad_norm": max(norms),

@@ -1,8 +1,8 @@
 """Checkpoints of a session, and the Hugging Face export.
 
 Enters: a session at a step boundary. Leaves: `checkpoints/step_N` through the store (complete or invisible), or an HF directory. A
-checkpoint holds this rank's parameters, FP32 masters, moments and curve, and the position in the data; everything else is a function of
-seed and step.
+checkpoint holds this rank's parameters, FP32 masters, moments and curve, the position in the data, and the rollouts that were drawn ahead
+of the next step, behind which that position is: the weights that drew them are gone. Everything else is a function of seed and step.
 """
 
 import shutil
@@ -16,10 +16,13 @@ from conversion.actor_io import merge_to_hf, write_rank_shards
 from jetrl_megatron.actor.parallel_state import barrier
 from jetrl_megatron.data.tokenizer import replace_tokenizer
 from jetrl_megatron.loop.replicas import all_true
+from jetrl_megatron.loop.rollouts import Rollouts
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.run.store import Checkpoint, CheckpointStore, Ranks
 
 ACTOR_FILE = "actor.pt"
+PENDING_FILE = "pending_rollouts.pt"
+"""In rank 0's folder, where the next step's rollouts exist already; every rank holds the same ones."""
 
 
 def open_store(session: Session) -> CheckpointStore:
@@ -35,11 +38,15 @@ def open_store(session: Session) -> CheckpointStore:
 
 def save(session: Session, store: CheckpointStore, step: int) -> None:
     """Save the session as it is after `step` steps."""
-    state = session.actor.state_dict()
+    state, pending = session.actor.state_dict(), session.pending
+
+    def write(folder: Path) -> None:
+        write_state(state, folder / ACTOR_FILE)
+        if pending is not None and session.ranks.rank == 0:
+            write_state(pending.state_dict(), folder / PENDING_FILE)
+
     with session.phases("save"):
-        store.save(
-            step, lambda folder: write_state(state, folder / ACTOR_FILE), meta={"order": session.order.state_dict(), **_layout(session)}
-        )
+        store.save(step, write, meta={"order": session.order.state_dict(), **_layout(session)})
 
 
 def write_state(state: Mapping[str, Any], path: Path) -> None:
@@ -65,6 +72,10 @@ def restore(session: Session, checkpoint: Checkpoint) -> int:
     state = torch.load(checkpoint.rank_dir(session.ranks.rank) / ACTOR_FILE, map_location=session.device, weights_only=True)
     session.actor.load_state_dict(state)
     session.order.load_state_dict(dict(checkpoint.meta["order"]))
+    pending = checkpoint.rank_dir(0) / PENDING_FILE
+    if pending.exists():
+        known = {p.id: p for p in session.train_prompts.prompts}
+        session.pending = Rollouts.from_state_dict(torch.load(pending, weights_only=True), known)
     return checkpoint.step
 
 

@@ -29,9 +29,11 @@ from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
 from jetrl_megatron.fp8 import resolve_backend
 from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
 from jetrl_megatron.layout import check_recipe_layout
-from jetrl_megatron.loop.checks import check_lengths, check_number_of_prompts, check_prompts, check_stop_ids
+from jetrl_megatron.loop.checks import check_lengths, check_number_of_prompts, check_prompts, check_stop_ids, warn_uncorrected
 from jetrl_megatron.loop.replicas import is_replica_leader
+from jetrl_megatron.loop.rollouts import Rollouts
 from jetrl_megatron.loop.synthetic_model import write_synthetic_model
+from jetrl_megatron.rollout.background_draw import BackgroundDraw
 from jetrl_megatron.rollout.engine import RolloutEngine
 from jetrl_megatron.rollout.local import LocalEngine
 from jetrl_megatron.run.phases import Phases
@@ -41,6 +43,8 @@ if TYPE_CHECKING:  # it brings in the vLLM pool, which a run on the local engine
     from jetrl_megatron.sync.publish import Publisher
 
 _LOG = logging.getLogger(__name__)
+_LEAVE_S = 10.0
+"""How long a run that failed waits for a draw whose servers were stopped, before it ends the process groups under it."""
 
 
 @dataclass(kw_only=True)
@@ -68,6 +72,10 @@ class Session:
     engine: RolloutEngine = field(init=False)
     publisher: "Publisher | None" = None
     """Pushes weights to an engine that holds its own; None where the engine computes with the actor's."""
+    pending: Rollouts | None = None
+    """Scored rollouts of the next step, where they were drawn while the last one was learned."""
+    drawing: BackgroundDraw | None = None
+    """The draw that runs beside the update now."""
     on_close: list[Callable[[], None]] = field(default_factory=list)
 
     def sampling(self) -> SamplingParams:
@@ -81,6 +89,8 @@ class Session:
         """End engine servers, worker processes and process groups."""
         for end in self.on_close:
             end()
+        if self.drawing is not None and not self.drawing.leave(_LEAVE_S):
+            _LOG.warning("the draw of the next step did not end with the servers; it ends with this process")
         if self.rewards is not None:
             self.rewards.close()
         parallel_state.destroy()
@@ -114,6 +124,7 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         _LOG.warning("prompts left out of %d: %s", len(train_prompts.prompts), dict(train_prompts.dropped))
     if ranks.is_logger and not evaluate_only:
         sets = {"data.train": train_prompts, "data.eval": eval_prompts}
+        warn_uncorrected(recipe)
         claim_data(run_dir, {key: (len(s.prompts), s.fingerprint) if s is not None else (0, "") for key, s in sets.items()})
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Session(

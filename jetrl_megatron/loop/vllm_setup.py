@@ -52,7 +52,7 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
         max_repeats=cfg.max_repeats,
         shares_device=colocated,
     )
-    engine = VllmEngine(pool, group, place, lambda: _again(publisher))
+    engine = VllmEngine(pool, group, place, lambda: _again(publisher, actor.device))
     return engine, publisher
 
 
@@ -167,5 +167,8 @@ def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, so
     return IpcTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
 
 
-def _again(publisher: Publisher) -> None:
+def _again(publisher: Publisher, device: torch.device) -> None:
+    """Push once more; also from the thread of a draw, which begins on the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     publisher.push()

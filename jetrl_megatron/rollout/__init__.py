@@ -1,6 +1,7 @@
 """Rollout engines: they draw completions with the actor's weights.
 
-- `engine`: the protocol and the request type. `sampling`: drawing a token; the generator of a request.
+- `engine`: the protocols and the request type. `background_draw`: a draw beside the update, and when it may push.
+- `sampling`: drawing a token; the generator of a request.
 - `local`: the embedded engine on the actor's own modules, with `pipeline_forward` for one forward through all stages.
 
 The pool of vLLM servers, from a request to the bytes that answer it:

@@ -7,9 +7,10 @@ request depends on the seed, its prompt id and its sample index only, not on wha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jetrl_megatron.contracts import Completion, Prompt, SamplingParams
+from jetrl_megatron.rollout.background_draw import BackgroundDraw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,15 @@ class RolloutEngine(Protocol):
 
     def rest(self) -> None:
         """Draw nothing until the next push: an engine on the actor's own GPUs gives its memory to the update. Called on every rank."""
+        ...
+
+
+@runtime_checkable
+class DrawsAhead(RolloutEngine, Protocol):
+    """An engine with weights of its own, which can draw while the actor learns."""
+
+    def begin(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> BackgroundDraw:
+        """Start what `generate` does in the background, with the weights that the engine holds now; see BackgroundDraw."""
         ...
 
 

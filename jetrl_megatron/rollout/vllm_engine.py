@@ -1,8 +1,10 @@
 """RolloutEngine on a pool of vLLM servers, on every rank of a run: rank 0 talks to the servers, the others wait for what it brings.
 
-Enters: each data-parallel replica's requests. Leaves: its completions, in order, tagged with the version that the pool had verified. All
-replicas' requests become one dispatch, so that no server waits for another replica's tail. While rank 0 dispatches, the other ranks follow
-its word: they take part in a weight push where a server came back without weights, and receive the completions at the end.
+Enters: each data-parallel replica's requests. Leaves: its completions, in order, tagged with the version that the pool had verified when
+the request was sent. All replicas' requests become one dispatch, so that no server waits for another replica's tail. While rank 0
+dispatches, the other ranks follow its word: they take part in a weight push where a server came back without weights, and receive the
+completions at the end. `begin` does the same in a thread of each rank while the actor learns: the run's own group is all that it uses, and
+a push waits until no rank is learning and no server serves (background_draw.PushHold).
 
 Servers that share the actor's GPUs sleep from `rest` until the next push has verified them.
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from jetrl_megatron.contracts import Completion, SamplingParams
 from jetrl_megatron.failure import RunFailure
+from jetrl_megatron.rollout.background_draw import BackgroundDraw, PushHold
 from jetrl_megatron.rollout.engine import Request, check_fits
 from jetrl_megatron.rollout.vllm_client import Drawn
 from jetrl_megatron.rollout.vllm_dispatch import DispatchCounts, Dispatcher
@@ -102,6 +105,7 @@ class VllmEngine:
         """Keep the parts."""
         assert (pool is not None) == (group.rank == 0), group.rank
         self.pool, self._group, self._place, self._push_again = pool, group, place, push_again
+        self._hold = PushHold()
         self.counts: DispatchCounts | None = None
         """Of the last `generate`; on rank 0."""
 
@@ -110,6 +114,11 @@ class VllmEngine:
         shares = self._group.to_first((self._place.replica, list(requests)) if self._place.is_leader else None)
         by_replica = self._lead(shares, params, seed) if shares is not None else self._follow()
         return list(by_replica[self._place.replica])
+
+    def begin(self, requests: Sequence[Request], params: SamplingParams, *, seed: int) -> BackgroundDraw:
+        """Start `generate` in a thread of every rank; until it is joined this engine and the run's group are its own."""
+        asked = list(requests)
+        return BackgroundDraw(lambda: self.generate(asked, params, seed=seed), self._hold)
 
     def _lead(self, shares: list[Any], params: SamplingParams, seed: int) -> dict[int, list[Completion]]:
         """On rank 0: dispatch everything; every way out of here sends the other ranks a last word."""
@@ -135,6 +144,7 @@ class VllmEngine:
                 result: dict[int, list[Completion]] = self._group.result_of(word, None)
                 result.setdefault(self._place.replica, [])
                 return result
+            self._hold.wait()  # rank 0 has learned, this rank may not have yet
             self._push_again()
 
     def _dispatch(self, owners: list[tuple[int, Request]], params: SamplingParams, seed: int) -> dict[int, list[Completion]]:
@@ -144,19 +154,21 @@ class VllmEngine:
             check_fits(request, params, self._place.max_positions)
         if pool.asleep():
             raise RunFailure(f"the engine servers have slept since version {pool.version}: push weights before drawing")
-        version = pool.version
 
-        def send(server: int, owned: tuple[int, Request]) -> Drawn:
-            request = owned[1]
-            return pool.complete(server, request.prompt.token_ids, params, request_seed(seed, request.prompt.id, request.sample_index))
+        def send(server: int, owned: tuple[int, Request]) -> tuple[Drawn, int]:
+            request, version = owned[1], pool.version
+            one = pool.complete(server, request.prompt.token_ids, params, request_seed(seed, request.prompt.id, request.sample_index))
+            assert pool.version == version, f"version {version} became {pool.version} while prompt {request.prompt.id} was under way"
+            return one, version
 
-        dispatcher: Dispatcher[tuple[int, Request], Drawn] = Dispatcher(
-            owners, send, _PushingPool(pool, self._push), slots=self._place.slots, max_repeats=self._place.max_repeats
+        servers = _PushingPool(pool, self._hold, self._push)
+        dispatcher: Dispatcher[tuple[int, Request], tuple[Drawn, int]] = Dispatcher(
+            owners, send, servers, slots=self._place.slots, max_repeats=self._place.max_repeats
         )
         drawn = dispatcher.run()
         self.counts = dispatcher.counts
         by_replica: dict[int, list[Completion]] = {}
-        for (replica, request), one in zip(owners, drawn, strict=True):
+        for (replica, request), (one, version) in zip(owners, drawn, strict=True):
             by_replica.setdefault(replica, []).append(_completion(request, one, version))
         return by_replica
 
@@ -189,15 +201,17 @@ class VllmEngine:
 
 
 class _PushingPool:
-    """The pool as the dispatcher sees it: before it looks for a server, one that waits for weights gets them."""
+    """The pool as the dispatcher sees it: before it looks for a server, one that waits for weights gets them, where `hold` allows it."""
 
-    def __init__(self, pool: ServerPool, push: Callable[[], None]) -> None:
-        self._pool, self._push = pool, push
+    def __init__(self, pool: ServerPool, hold: PushHold, push: Callable[[], None]) -> None:
+        self._pool, self._hold, self._push = pool, hold, push
         self.gone = pool.gone
 
     def ready(self) -> list[int]:
-        if self._pool.blank():
-            self._push()
+        ready = self._pool.ready()
+        if not self._pool.blank() or not self._hold.allows(serving=bool(ready)):
+            return ready
+        self._push()
         return self._pool.ready()
 
 

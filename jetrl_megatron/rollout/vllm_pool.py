@@ -96,8 +96,10 @@ class ServerPool:
         return self._version
 
     def ready(self) -> list[int]:
-        """Return the servers that may serve; raises RunFailure with the causes where all are lost."""
+        """Return the servers that may serve; raises RunFailure with the causes where all are lost, or where the pool was closed."""
         with self._lock:
+            if self._closed:
+                raise RunFailure("the engine servers were stopped")
             if all(m.state == "lost" for m in self._members):
                 raise RunFailure("no engine server is left: " + "; ".join(f"server {m.number}: {m.problem}" for m in self._members))
             return [m.number for m in self._members if m.state == "ready"]

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = ("rollout", "reward", "reference", "logprobs", "update", "quantise", "sync", "save", "eval")
-"""Names, in the order of a step and of every table."""
+PHASES = ("rollout", "reward", "reference", "logprobs", "update", "quantise", "draw_wait", "sync", "save", "eval")
+"""Names, in the order of a step and of every table. rollout: a draw in the foreground. draw_wait: waiting for the one beside the update."""
+BESIDE = "draw"
+"""In a step's seconds: of the draw of the next step that ran beside this one. Not a phase: it overlaps them, waiting included."""
 
 
 class Phases:

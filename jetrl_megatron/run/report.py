@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_megatron.run.manifest import write_durably
-from jetrl_megatron.run.phases import PHASES
+from jetrl_megatron.run.phases import BESIDE, PHASES
 from jetrl_megatron.run.records import read_records
 from jetrl_megatron.run.run_dir import RunDir
 
@@ -22,11 +22,11 @@ def summarise(records: Sequence[Record], arm: str, total_s: float) -> dict[str, 
 
     total_s: wall seconds of this start. `reward_before` and `reward_after` are the first and last "eval" record's `reward`, null
     without one. `logprob_abs_diff_mean` is the mean over steps of each step's mean over tokens, `logprob_abs_diff_max` the largest of any
-    token.
+    token. `staleness_mean` is the mean over steps of each step's mean over tokens, in rollout batches.
     """
     steps = [r for r in records if r["kind"] == "step"]
     evals = [r for r in records if r["kind"] == "eval"]
-    seconds = {name: sum(r["seconds"].get(name, 0.0) for r in steps) for name in (*PHASES, "total")}
+    seconds = {name: sum(r["seconds"].get(name, 0.0) for r in steps) for name in (*PHASES, BESIDE, "total")}
     return {
         "arm": arm,
         "num_steps": len(steps),
@@ -38,6 +38,8 @@ def summarise(records: Sequence[Record], arm: str, total_s: float) -> dict[str, 
         "logprob_abs_diff_max": max((r["logprob_abs_diff_max"] for r in steps), default=None),
         "token_mult_prob_error_max": max((r["token_mult_prob_error"] for r in steps), default=None),
         "k3_kl_max": max((r["k3_kl"] for r in steps), default=None),
+        # Records from before the key are of runs that drew nothing ahead.
+        "staleness_mean": sum(r.get("staleness", 0.0) for r in steps) / len(steps) if steps else None,
         "seconds": {name: value for name, value in seconds.items() if value},
         "total_s": total_s,
     }
@@ -51,8 +53,12 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         ("reward before -> after", f"{_number(summary['reward_before'])} -> {_number(summary['reward_after'])}"),
         ("mismatch, nats: mean, max", f"{_number(summary['logprob_abs_diff_mean'])}, {_number(summary['logprob_abs_diff_max'])}"),
     ]
+    if summary["staleness_mean"]:
+        rows.append(("staleness, rollout batches: mean", _number(summary["staleness_mean"])))
     whole = summary["seconds"].get("total", 0.0)
-    rows += [(f"seconds {name}", f"{value:.2f} ({value / whole:.0%})") for name, value in summary["seconds"].items() if name != "total"]
+    for name, value in summary["seconds"].items():
+        label = f"seconds {name}" + (", beside the others" if name == BESIDE else "")
+        rows += [(label, f"{value:.2f} ({value / whole:.0%})")] if name != "total" else []
     rows += [("seconds of all steps", f"{whole:.2f}"), ("seconds of this start", f"{summary['total_s']:.2f}")]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

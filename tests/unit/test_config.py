@@ -80,6 +80,9 @@ BAD = {
     "rollout.temperature=0": r"rollout.temperature is 0.0; it must lie in \[0.01, 100.0\]: training needs sampling",
     "eval.temperature=1e-40": r"eval.temperature is 1e-40; it must lie in \[0.01, 100.0\]: 0 is greedy",
     "eval.temperature=1e9": r"eval.temperature is 1000000000.0; it must lie in",
+    "rollout.max_staleness=1": r"rollout.max_staleness is 1 and rollout.engine is local: .* set rollout.engine=vllm_pool, or",
+    "rollout.max_staleness=2": r"rollout.max_staleness is 2; it must lie in \[0, 1\]: one batch is drawn ahead",
+    "rollout.max_staleness=-1": r"rollout.max_staleness is -1; it must lie in",
     "rollout.group_size=1": r"rollout.group_size is 1; it must be at least 2: .* always 0 and nothing is learned",
     "grpo.dynamic_max_rounds=64": r"grpo.dynamic_max_rounds is 64; it must lie in \[1, 63\]: a step has 64 seeds",
     "optim.lr=.inf": r"optim.lr is inf; it must be a finite number",
@@ -117,6 +120,18 @@ def test_bad_override_is_explained_and_names_the_command_line(write, word):
         load_recipe(write("r", DEFAULTS), [word])
     assert "command line" in str(error.value)
     assert word in str(error.value)
+
+
+def test_drawing_ahead_needs_servers_and_one_draw_a_step(write):
+    path = write("r", DEFAULTS)
+    assert load_recipe(path, ["rollout.max_staleness=1", "rollout.engine=vllm_pool"]).rollout.max_staleness == 1
+    with pytest.raises(
+        ValueError, match=r"max_staleness is 1 and rollout.engine is vllm_colocated: only servers with weights of their own"
+    ):
+        load_recipe(path, ["rollout.max_staleness=1", "rollout.engine=vllm_colocated"])
+    words = ["rollout.max_staleness=1", "rollout.engine=vllm_pool", "grpo.dynamic_sampling=true"]
+    with pytest.raises(ValueError, match=r"grpo.dynamic_sampling is true: .* set grpo.dynamic_sampling=false, or rollout.max_staleness=0"):
+        load_recipe(path, words)
 
 
 def test_bad_file_is_named(write):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.config import Arm
+from jetrl_megatron.config import Arm, Engine
 from jetrl_megatron.evaluate import recipe_for
 
 
@@ -23,6 +23,13 @@ def test_words_that_change_an_evaluation_are_applied(run: Path, tmp_path: Path) 
     assert (*found, recipe.reward.timeout_s) == (Arm.bf16, 3, "x", 5, 8, 2.0)
     assert (recipe.data.train, recipe.data.eval) == ((), ("b.jsonl",))
     assert (recipe.parallel.tp, recipe.model.path) == (1, str(run / "hf"))
+
+
+def test_a_run_that_drew_ahead_is_evaluated_with_the_embedded_engine(run: Path, tmp_path: Path) -> None:
+    own = run / "recipe.yaml"
+    own.write_text(own.read_text() + "rollout: {engine: vllm_pool, max_staleness: 1}\n")
+    rollout = recipe_for(run, "b", [], tmp_path).rollout
+    assert (rollout.engine, rollout.max_staleness) == (Engine.local, 0)
 
 
 def test_the_tokenizer_is_the_exports_unless_a_word_names_another(run: Path, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from jetrl_megatron.fp8.triton_fused import rms_norm_quantize  # noqa: E402
-from jetrl_megatron.fp8.triton_norm import rms_norm, rms_rstd  # noqa: E402
+from jetrl_megatron.fp8.triton_fused import rms_norm_quantize
+from jetrl_megatron.fp8.triton_norm import rms_norm, rms_rstd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5

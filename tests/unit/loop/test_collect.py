@@ -26,6 +26,7 @@ def session_of(dynamic, rounds=3, prompts_per_step=4):
         sampling=lambda: SamplingParams(max_new_toks=3),
         phases=Phases(),
         stop_ids=(2,),
+        rewards=None,
     )
 
 
@@ -44,6 +45,8 @@ def draws(monkeypatch):
 
     monkeypatch.setattr(collecting, "draw_and_score", draw_and_score)
     monkeypatch.setattr(held_out, "draw_and_score", draw_and_score)
+    monkeypatch.setattr(collecting, "from_leader", lambda value: value)
+    monkeypatch.setattr(collecting, "gather_replicas", lambda value: [value, 3])
     return calls
 
 
@@ -71,7 +74,8 @@ def test_groups_without_spread_are_replaced_by_fresh_prompts(draws):
 
 
 def test_enough_spread_needs_one_round(draws):
-    assert ids(collecting.collect(session_of(dynamic=True), 1)) == ["p0", "p1", "p2", "p3"]
+    rollouts = collecting.collect(session_of(dynamic=True), 1)
+    assert ids(rollouts) == ["p0", "p1", "p2", "p3"] and rollouts.reward_failures == 3, "those of the other replica"
     assert len(draws.seen) == 1
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import ServerGone
 from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
@@ -205,6 +206,13 @@ def test_without_weights_on_disk_a_server_stays_blank_until_a_push(pool):
     assert pool.ready() == [1] and pool.servers[0].client.holds == "random"
     pool.update(published(0, has_weights=False), load)
     assert pool.ready() == [0, 1] and pool.servers[0].client.holds == "weights 0"
+
+
+def test_a_closed_pool_tells_a_draw_that_still_waits_for_a_server(pool):
+    pool.update(published(0), load)
+    pool.close()
+    with pytest.raises(RunFailure, match="the engine servers were stopped"):
+        pool.ready()
 
 
 def test_a_server_found_by_its_url_is_loaded_and_verified_before_it_serves():

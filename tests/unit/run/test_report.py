@@ -1,6 +1,7 @@
 """Records reach everybody who wants them, and the closing numbers are theirs."""
 
 import json
+import re
 import sys
 import types
 
@@ -35,6 +36,18 @@ def test_progress_lines_say_reward_length_mismatch_and_seconds(finished):
     assert shown[0] == "eval 0/2  reward 0.25"
     assert shown[1] == "step 1/2  reward 0.500  length 4.5  mismatch 0.00e+00 (max 0.00e+00)  |  3.50 s: rollout 1.00  update 2.00"
     assert shown[2] == "step 2/2  reward 0.750  length 4.5  mismatch 2.00e-03 (max 2.00e-02)  |  4.00 s: rollout 3.00  sync 0.50"
+
+
+def test_a_step_that_drew_ahead_says_how_old_its_tokens_were_and_what_ran_beside_it():
+    values = step(0.5, 0.25, draw_wait=0.5, update=2.0, total=2.5, draw=2.25) | {"staleness": 0.75, "staleness_max": 1.0}
+    line = progress_line({"kind": "step", "step": 2, **values}, 9)
+    assert line.startswith("step 2/9  reward 0.500  length 4.5  mismatch 2.50e-02 (max 2.50e-01)  staleness 0.75  |  2.50 s: ")
+    assert line.endswith("2.50 s: update 2.00  draw_wait 0.50  beside them: draw 2.25")
+    summary = summarise([{"kind": "step", "step": 1, **step(0.5, 0.0, total=2.5)}, {"kind": "step", "step": 2, **values}], "jetrl", 5.0)
+    assert summary["staleness_mean"] == 0.375 and summary["seconds"]["draw"] == 2.25 and summary["seconds"]["total"] == 5.0
+    table = summary_table(summary)
+    assert re.search(r"^staleness, rollout batches: mean +0\.375$", table, re.MULTILINE)
+    assert re.search(r"^seconds draw, beside the others +2\.25 \(45%\)$", table, re.MULTILINE)
 
 
 def test_closing_writes_the_summary_and_shows_its_path_last(finished):
