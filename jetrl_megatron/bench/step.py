@@ -35,14 +35,15 @@ VOCAB = 151_936
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
     ("attention", r"flash|fmha|attention"),
-    ("quantise", r"^_?(row|tile|transpose|rstd|accumulate)_kernel"),
+    ("quantise", r"^_?(row|tile|transpose|accumulate)_kernel"),
+    ("norm", r"^norm_kernel|layer_norm|gammabeta"),
     ("swiglu", r"^swiglu_(backward_)?kernel"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas"),
     ("optimizer", r"multi_tensor|foreach|adam"),
 )
 """Kinds of kernel by name, first match wins; what matches none is elementwise work, norms and copies. `quantise` is every Triton kernel of
-`jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose and norm statistics, and the
-tile kernel that goes from the gradient behind SwiGLU to fc1's FP8 operands. `swiglu` is SwiGLU and its gradient in BF16."""
+`jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose, and the tile kernel that goes
+from the gradient behind SwiGLU to fc1's FP8 operands. `swiglu` is SwiGLU and its gradient in BF16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from jetrl_megatron.flow.actor_taps import Differences, compare
 from jetrl_megatron.flow.operators import FINAL_NORM, LAYER_OPERATORS, LOGITS, LOGPROB
 from jetrl_megatron.grpo.rewards import gold_parses
 from jetrl_megatron.load import load_recipe
-from jetrl_megatron.rollout.compat import W8A16, check_engine, engine_environment
+from jetrl_megatron.rollout.compat import check_engine, engine_environment
 
 _LOG = logging.getLogger(__name__)
 _VIEWS, _PHASES = ("alone", "in_place"), ("prefill", "decode")
@@ -57,10 +57,7 @@ def main(args: argparse.Namespace) -> int:
     recipe = replace(load_recipe(args.recipe, args.overrides), parallel=ParallelConfig())
     if not recipe.model.path:
         raise ValueError("model.path is empty; jetrl flow compares engines on a Hugging Face directory: set model.path=DIR")
-    fp8, on_cuda = recipe.precision.rollout_linear is LinearPrecision.fp8, torch.cuda.is_available()
-    check_engine(fp8, on_cuda)
-    if fp8 and not on_cuda:
-        _LOG.warning(W8A16)
+    check_engine()
     with tempfile.TemporaryDirectory(prefix="jetrl-flow-") as folder:
         sequences = _recorded(recipe, Path(folder), args.prompts, args.new_toks)
     if sequences is None:

@@ -16,7 +16,7 @@ from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig
 from jetrl_megatron.loop.colocated import Seat, replica_gpus, settle_vllm
 from jetrl_megatron.loop.replicas import is_replica_leader
-from jetrl_megatron.rollout.compat import W8A16, check_engine, request_fields, vllm_version
+from jetrl_megatron.rollout.compat import check_engine, request_fields, vllm_version
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, MIN_KEY_CHARS
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine
@@ -60,7 +60,7 @@ def check_vllm(recipe: Recipe, cfg: VllmConfig, actor: Actor) -> None:
     """Raise ValueError where this machine, model or layout cannot have the servers of `cfg`, which `settle_vllm` gave."""
     assert cfg.transport is not None, "not settled"
     fp8, on_cuda = recipe.precision.rollout_linear is LinearPrecision.fp8, actor.device.type == "cuda"
-    short = check_engine(fp8, on_cuda)
+    short = check_engine()
     if cfg.transport is not Transport.disk and not (on_cuda and short == "0.26"):
         raise ValueError(
             f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
@@ -70,8 +70,6 @@ def check_vllm(recipe: Recipe, cfg: VllmConfig, actor: Actor) -> None:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
     check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
-    if fp8 and not on_cuda and actor.ranks.is_logger:
-        _LOG.warning(W8A16)
     if recipe.rollout.engine is Engine.vllm_colocated and not on_cuda and actor.ranks.is_logger:
         _LOG.warning(
             "rollout.engine is vllm_colocated on a CPU: the servers go to sleep and wake as on GPUs, but there is nothing to release"

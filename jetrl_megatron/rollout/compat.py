@@ -7,14 +7,15 @@ attention kernel) and sync/cuda.py (the weight-transfer sender).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from jetrl_megatron.rollout.vllm_plugin import NORMS, PROVIDER, SWITCH
+
 CHECKED = ("0.26", "0.30")
-W8A16 = "vLLM serves block FP8 on a CPU with BF16 activations (W8A16): the engine's precision flow is not the actor's"
 _IDENTITY_ROWS = 512
 
 
@@ -50,19 +51,19 @@ def request_fields(short: str) -> dict[str, Any]:
 def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
     """Return the engine arguments that decide numbers, by name: the same for a server and for an engine in this process.
 
-    Sampling defaults are neutral whatever the model directory says, and log-probs are of the distribution that is sampled from. On CUDA
-    every operator is vLLM's own kernel, not what torch.compile makes of its definition, and none is fused with a quantiser: those leave out
-    roundings to BF16 that the actor has. Attention is not cut along the keys in a captured graph, and the lm_head gives FP32 logits (not on
-    a CPU, where the head multiplies by a packed copy).
+    Sampling defaults are neutral whatever the model directory says, and log-probs are of the distribution that is sampled from. Norms are
+    the actor's (vllm_plugin.py). On CUDA every other operator is vLLM's own kernel, not what torch.compile makes of its definition, and
+    none is fused with a quantiser: those leave out roundings to BF16 that the actor has. Attention is not cut along the keys in a captured
+    graph, and the lm_head gives FP32 logits (not on a CPU, where the head multiplies by a packed copy).
     """
     fields: dict[str, Any] = {"dtype": "bfloat16", "generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
+    fields["ir_op_priority"] = {name: [PROVIDER] for name in NORMS}
     if not on_cuda:
         return fields
     unfused = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_sp"), False)
     compilation = {"custom_ops": ["all"], "pass_config": unfused}
     return fields | {
         "hf_overrides": {"head_dtype": "float32"},
-        "ir_op_priority": {"rms_norm": ["vllm_c", "native"], "fused_add_rms_norm": ["vllm_c", "native"]},
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
         "compilation_config": compilation | ({"cudagraph_capture_sizes": [1, 32, 128]} if cuda_graphs else {}),
     }
@@ -81,8 +82,9 @@ def sleep_arguments(on_cuda: bool) -> list[str]:
 
 
 def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, str]:
-    """Return the environment switches of an engine: true FP32 scales unless asked otherwise, nothing from the network, nothing optional."""
+    """Return an engine's environment switches: the actor's operators, true FP32 scales unless asked otherwise, nothing from the network."""
     switches = {
+        SWITCH: "1",
         "VLLM_USE_DEEP_GEMM_E8M0": str(int(power_of_two_scales)),
         "VLLM_DEEP_GEMM_WARMUP": "skip",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -97,14 +99,23 @@ def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, st
     return switches
 
 
-def check_engine(fp8: bool, on_cuda: bool) -> str:
-    """Return vLLM's version, or raise ValueError where this machine's vLLM cannot run the rollout's linears in the precision asked for."""
+def check_engine() -> str:
+    """Return vLLM's version, or raise ValueError where vLLM would not find this project's operators."""
     short = vllm_version()
-    if fp8 and not on_cuda and not torch.cpu._is_amx_tile_supported():
+    if not entry_points(group="vllm.general_plugins", name=PROVIDER):
         raise ValueError(
-            "vLLM serves block FP8 on a CPU only with AMX, which this one lacks; use precision.arm=bf16, or rollout.engine=local to train"
+            "vLLM finds the actor's operators by an entry point of the package jetrl-megatron, which is not installed: pip install -e ."
         )
     return short
+
+
+def cpu_block_kernels() -> list[type]:
+    """Return vLLM's list of block FP8 linears for a CPU, best first, to add to; its `register_linear_kernel` does not reach it (0.30)."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    kernels: list[type] = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    return kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,15 +205,13 @@ def worker_tp_rank() -> int:
 def held_weight(module: Any, name: str) -> tuple[Tensor, bool]:
     """Return parameter `name` of a module in checkpoint layout, read from what its forward multiplies by.
 
-    The second value tells that negative zeros could not be told from positive ones. On CUDA parameters keep checkpoint layout. On a CPU
-    vLLM packs the weight of a linear for its matrix unit: FP8 codes by a permutation that is inverted here, BF16 into a handle that cannot
-    be read, so that the layer is asked for its product with the identity, which is the weight itself, exactly.
+    The second value tells that negative zeros could not be told from positive ones. On CUDA parameters keep checkpoint layout, and so do
+    FP8 codes on a CPU (vllm_plugin.py). On a CPU vLLM packs the BF16 weight of a linear into a handle that cannot be read, so that the
+    layer is asked for its product with the identity, which is the weight itself, exactly.
     """
     parameter = getattr(module, name)
     if parameter.device.type != "cpu":
         return parameter.detach(), False
-    if parameter.dtype is torch.float8_e4m3fn:
-        return _unpacked(parameter.detach()), False
     if name == "weight" and hasattr(module, "cpu_linear"):
         return _through_identity(module), True
     if name == "bias" and parameter.dtype is torch.float32:
@@ -247,15 +256,3 @@ def _exactly_bf16(values: Tensor) -> Tensor:
     narrow = values.to(torch.bfloat16)
     assert torch.equal(narrow.to(values.dtype), values), "a BF16 weight was read back as something that is not BF16"
     return narrow
-
-
-def _unpacked(packed: Tensor) -> Tensor:
-    """Undo the CPU's packing of FP8 codes [N, K]: pack the bytes of each element's own number, and the numbers say where each came from."""
-    number = torch.arange(packed.numel())
-    source = torch.zeros(packed.numel(), dtype=torch.int64)
-    for shift in range(0, max(1, (packed.numel() - 1).bit_length()), 8):
-        plane = ((number >> shift) & 255).to(torch.uint8).view(packed.shape).view(torch.float8_e4m3fn)
-        source += torch.ops._C.convert_weight_packed(plane).view(torch.uint8).reshape(-1).to(torch.int64) << shift
-    codes = torch.empty(packed.numel(), dtype=torch.uint8)
-    codes[source] = packed.view(torch.uint8).reshape(-1)
-    return codes.view(packed.shape).view(torch.float8_e4m3fn)

@@ -27,13 +27,19 @@ from jetrl_megatron.rollout.compat import (
 )
 from jetrl_megatron.rollout.fingerprint import Algorithm, algorithm_for, fingerprint, unsigned_zero
 from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name
+from jetrl_megatron.rollout.vllm_plugin import registered
 
 
 class WeightReader:
     """Mixin of vLLM's worker."""
 
     def jetrl_prepare(self) -> dict[str, Any]:
-        """Make the device ready for the first request; called once behind the start. Returns `matrix_unit`."""
+        """Make the device ready for the first request; called once behind the start. Returns `matrix_unit`.
+
+        Raises RuntimeError where the engine does not run the actor's operators.
+        """
+        if not registered():
+            raise RuntimeError("vLLM did not load the plugin jetrl: is it missing in VLLM_PLUGINS?")
         self._jetrl_buffers = _buffers(worker_model(self))
         return {"matrix_unit": prepare_device()}
 

@@ -19,8 +19,6 @@ from jetrl_megatron.rollout.vllm_server import ServerSpec, VllmServer
 from tests.tiny_models import write_tiny_model
 
 MAX_LEN = 256
-SERVES_FP8 = torch.cuda.is_available() or torch.cpu._is_amx_tile_supported()
-"""vLLM serves block FP8 on a CPU with AMX only; elsewhere the tests of servers run on BF16 weights."""
 
 
 def write_model(out: Path, family: str, seed: int, fp8: bool) -> Path:

@@ -1,4 +1,4 @@
-"""One vLLM engine in a process of its own, on one directory: it answers a question and scores token sequences."""
+"""One vLLM engine in a process of its own, on one directory: it goes on with a sentence and scores token sequences."""
 
 import json
 import os
@@ -7,16 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-QUESTION = "What is the capital of France?"
+import torch
+
+from jetrl_megatron.rollout.compat import engine_environment, engine_numerics
+
+SENTENCE = "The capital of France is"
 
 
 def ask(model_dir: Path, sequences: list[list[int]], scratch: Path) -> dict[str, Any]:
-    """Load a directory and nothing else; returns the greedy answer to QUESTION and each sequence's log-probs from its second token on."""
+    """Load a directory and nothing else; returns the greedy text behind SENTENCE and each sequence's log-probs from its second token on."""
     request, answer = scratch / "request.json", scratch / "answer.json"
     request.write_text(json.dumps({"model": str(model_dir), "sequences": sequences}))
     # Outside the repository and without a network, so that nothing but the directory can help.
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    env |= {"VLLM_USE_DEEP_GEMM_E8M0": "0", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])}
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env |= engine_environment(torch.cuda.is_available(), power_of_two_scales=False)
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
     words = [sys.executable, "-W", "ignore", "-m", "tests.vllm.offline", str(request), str(answer)]
     done = subprocess.run(words, env=env, cwd=scratch, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
@@ -27,9 +32,10 @@ def _main(request: Path, answer: Path) -> None:
     from vllm import LLM, SamplingParams
 
     asked = json.loads(request.read_text())
-    engine = LLM(model=asked["model"], dtype="bfloat16", enforce_eager=True, max_model_len=256, max_num_seqs=4)
-    greedy = SamplingParams(max_tokens=24, temperature=0.0)
-    text = engine.chat([{"role": "user", "content": QUESTION}], greedy)[0].outputs[0].text
+    numerics = engine_numerics(torch.cuda.is_available(), cuda_graphs=False)
+    engine = LLM(model=asked["model"], enforce_eager=True, max_model_len=256, max_num_seqs=4, **numerics)
+    greedy = SamplingParams(max_tokens=8, temperature=0.0)
+    text = engine.generate(SENTENCE, greedy)[0].outputs[0].text
     score = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     scored = engine.generate([{"prompt_token_ids": ids} for ids in asked["sequences"]], score)
     rows = [

@@ -8,7 +8,6 @@ from tests.dist.ranks import run_ranks
 from tests.vllm.ahead_run import STEPS, run
 
 
-@pytest.mark.any_cpu
 @pytest.mark.dist
 def test_draws_overlap_updates_with_the_weights_before_them(tmp_path):
     first, second = run_ranks(run, 2, str(tmp_path / "run"))

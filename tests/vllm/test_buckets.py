@@ -9,7 +9,7 @@ from jetrl_megatron.rollout import vllm_server
 from jetrl_megatron.rollout.bucket import fill_buckets
 from jetrl_megatron.rollout.vllm_server import new_key, server_command
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
-from tests.vllm.engines import SERVES_FP8, make_pool, publish, write_model
+from tests.vllm.engines import make_pool, publish, write_model
 
 NUM_BYTES = 300_000
 """Of a bucket: layers are cut over several."""
@@ -31,7 +31,6 @@ def load_in_buckets(path, left_out=""):
     return load
 
 
-@pytest.mark.any_cpu
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the buckets are files of the host")
 def test_an_engine_loaded_in_buckets_holds_what_a_directory_holds(tmp_path, monkeypatch):
     def command(*given):
@@ -39,7 +38,7 @@ def test_an_engine_loaded_in_buckets_holds_what_a_directory_holds(tmp_path, monk
         return ["tests.vllm.file_reader.FileReader" if word == real else word for word in server_command(*given)]
 
     monkeypatch.setattr(vllm_server, "server_command", command)
-    a, b = (write_model(tmp_path / name, "qwen3", seed, fp8=SERVES_FP8) for seed, name in enumerate("ab"))
+    a, b = (write_model(tmp_path / name, "qwen3", seed, fp8=True) for seed, name in enumerate("ab"))
     pool = make_pool(a, 1, tmp_path / "logs", new_key())
     greedy = SamplingParams(max_new_toks=16, temperature=0.0)
     try:

@@ -26,7 +26,6 @@ def without_draws(calls: list[str]) -> list[str]:
     return kept
 
 
-@pytest.mark.any_cpu
 @pytest.mark.dist
 def test_servers_sleep_while_the_actor_learns_and_serve_again_once_verified(tmp_path):
     first, second = run_ranks(run, 2, str(tmp_path / "run"))

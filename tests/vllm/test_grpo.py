@@ -3,14 +3,12 @@
 import pytest
 
 from tests.dist.ranks import run_ranks
-from tests.vllm.engines import SERVES_FP8
 from tests.vllm.grpo_run import STEPS, run
 
 
-@pytest.mark.any_cpu
 @pytest.mark.dist
 def test_killed_servers_lose_nothing_double_nothing_and_serve_the_right_version(tmp_path):
-    first, second = run_ranks(run, 2, str(tmp_path / "run"), "jetrl" if SERVES_FP8 else "bf16")
+    first, second = run_ranks(run, 2, str(tmp_path / "run"), "jetrl")
     assert first["kills"] == ["rollout", "push"] and first["restarts"] == 2
     for rank in (first, second):
         assert rank["versions"] == [1, 2, 3]

@@ -23,9 +23,8 @@ from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_server import new_key
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
-from tests.vllm.engines import SERVES_FP8, load_from_disk, make_pool, publish, write_model
+from tests.vllm.engines import load_from_disk, make_pool, publish, write_model
 
-pytestmark = pytest.mark.any_cpu
 ENGINE_NOISE = 0.5 if torch.cuda.is_available() else 0.15
 """Nats that BF16 (and on CUDA FP8 activations) may move a log-prob; temperature 0.3, top-k 20 or a repetition penalty move it by more."""
 PROMPT = [5 + i % 60 for i in range(64)]
@@ -37,7 +36,7 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.a, self.b = (write_model(root / name, "qwen3", seed, fp8=SERVES_FP8) for seed, name in enumerate("ab"))
+        self.a, self.b = (write_model(root / name, "qwen3", seed, fp8=True) for seed, name in enumerate("ab"))
         self.key = new_key()
         self.pool = make_pool(self.a, 2, root / "logs", self.key)
         self.pool.update(publish(self.a, 0), self.refuse)

@@ -10,7 +10,6 @@ import pytest
 from jetrl_megatron.run.records import read_records
 from jetrl_megatron.run.run_dir import RunDir
 from jetrl_megatron.run.store import CheckpointStore
-from tests.vllm.engines import SERVES_FP8
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -27,12 +26,11 @@ def start(folder: Path, interrupt: str = "") -> subprocess.CompletedProcess[str]
     """Run the command to its end."""
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": os.pathsep.join((str(ROOT / "tests" / "dist" / "interrupt"), str(ROOT))), "JETRL_TEST_INTERRUPT": interrupt}
-    recipe = f"recipes/grpo-tiny-1n2p-tp2pp1-{'jetrl' if SERVES_FP8 else 'bf16'}.yaml"
+    recipe = "recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml"
     command = [sys.executable, "-W", "ignore", "-m", "jetrl_megatron.cli", "train", recipe, f"run.dir={folder}", *WORDS]
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.any_cpu
 @pytest.mark.dist
 def test_a_stop_inside_a_push_is_saved_behind_it_and_goes_on(tmp_path: Path) -> None:
     """No step is lost or doubled: the push is finished, the step behind it saved, and the next start pushes what was saved."""

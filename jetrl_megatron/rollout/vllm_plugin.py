@@ -1,0 +1,115 @@
+"""The actor's operators inside vLLM, through vLLM's plugin group `vllm.general_plugins`: every process of an engine calls `register` first.
+
+Enters: an engine that this project started (`SWITCH` is in its environment; in any other nothing happens). Leaves: RMSNorm, alone and
+behind a residual sum, as the provider `jetrl` of vLLM's IR operators, which is the actor's own function; on a CPU also the block FP8
+linear, which is the actor's reference: activations quantised in 1x128 groups, the GEMM exact within a block, independent of the batch.
+Why: vLLM's norm sums a row in an order that depends on the batch, and its CPU backend leaves activations in BF16 (and needs AMX).
+Invariant: engine and actor call one function. Left out: everything else that vLLM computes; `jetrl flow` compares it.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SWITCH = "JETRL_OPERATORS"
+"""Environment variable that the launcher of an engine sets to 1."""
+PROVIDER = "jetrl"
+NORMS = ("rms_norm", "fused_add_rms_norm")
+
+
+def register() -> None:
+    """Register the operators; vLLM may call it again in the same process."""
+    if os.environ.get(SWITCH) != "1":
+        return
+    from jetrl_megatron.rollout.compat import vllm_version
+
+    vllm_version()
+    _register_norms()
+    if not torch.cuda.is_available():
+        _register_cpu_linear()
+
+
+def registered() -> bool:
+    """Tell whether this process of an engine has the operators that the launcher asked for."""
+    from vllm import ir
+
+    from jetrl_megatron.rollout.compat import cpu_block_kernels
+
+    norms = all(PROVIDER in getattr(ir.ops, name).impls for name in NORMS)
+    return norms and (torch.cuda.is_available() or cpu_block_kernels()[0].__module__ == __name__)
+
+
+def _register_norms() -> None:
+    from vllm import ir
+
+    if PROVIDER not in ir.ops.rms_norm.impls:
+        ir.ops.rms_norm.register_impl(PROVIDER)(_rms_norm)
+        ir.ops.fused_add_rms_norm.register_impl(PROVIDER)(_fused_add_rms_norm)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """The signature is vLLM's; raises ValueError on what no dense Llama, Qwen2 or Qwen3 asks for."""
+    if weight is None or variance_size is not None or x.dtype is not torch.bfloat16:
+        raise ValueError(f"the actor's norm takes BF16 rows and a weight over all of them; got {x.dtype}, {variance_size=}, {weight=}")
+    if x.is_cuda:
+        from jetrl_megatron.fp8.triton_norm import rms_norm as kernel
+
+        y: Tensor = kernel(x, weight, epsilon)[0]
+        return y
+    from jetrl_megatron.actor.norm import rms_norm
+
+    return rms_norm(x, weight, epsilon)
+
+
+def _fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum is rounded to BF16 before it is normalised, as the actor's residual stream is."""
+    residual = x + x_residual
+    return _rms_norm(residual, weight, epsilon, variance_size), residual
+
+
+def _register_cpu_linear() -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+
+    from jetrl_megatron.config import ScaleFormat
+    from jetrl_megatron.fp8 import BlockScaled
+    from jetrl_megatron.fp8.gemm_reference import fprop
+    from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK, quantize
+    from jetrl_megatron.rollout.compat import cpu_block_kernels
+
+    rounded = os.environ.get("VLLM_USE_DEEP_GEMM_E8M0") == "1"  # the switch that a GPU's engine obeys
+    scales = ScaleFormat.ue8m0 if rounded else ScaleFormat.fp32
+
+    class ReferenceBlockLinear(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+        """Y = Q(X) W^T with the actor's quantiser and reference GEMM."""
+
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            shape = config.weight_quant_key.scale.group_shape
+            fits = (shape.row, shape.col) == WEIGHT_BLOCK and config.out_dtype is torch.bfloat16
+            return fits, None if fits else f"needs weight blocks of {WEIGHT_BLOCK} and BF16 outputs, got {shape} and {config.out_dtype}"
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            """Weights stay as they were loaded."""
+
+        def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+            params = self._get_layer_params(layer)
+            weight = BlockScaled(params.weight.detach(), params.block_scale.detach(), WEIGHT_BLOCK)
+            y = fprop(quantize(x.reshape(-1, x.shape[-1]), ROW_BLOCK, scale_format=scales), weight)
+            return (y if bias is None else y + bias).view(*x.shape[:-1], y.shape[-1])
+
+        def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+            raise AssertionError("apply_weights does everything")
+
+    kernels = cpu_block_kernels()
+    if kernels[0].__module__ != __name__:
+        kernels.insert(0, ReferenceBlockLinear)
