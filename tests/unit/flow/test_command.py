@@ -48,7 +48,7 @@ def _missing(package: str) -> str:
 @pytest.mark.parametrize(("alone", "in_place", "code"), [(0, 0, 0), (0, 5, 0), (1, 5, 1)])
 def test_the_exit_code_is_that_of_operators_by_themselves(capsys, monkeypatch, alone, in_place, code):
     found = [{("qkv", "decode"): Difference(elements=10, differing=n, total=0.5 * n, largest=0.5)} for n in (alone, in_place)]
-    monkeypatch.setattr(command, "check_engine", lambda fp8, on_cuda: "0.26")
+    monkeypatch.setattr(command, "check_engine", lambda: "0.26")
     monkeypatch.setattr(command, "_recorded", lambda *args: [])
     monkeypatch.setattr(command, "_compared", lambda *args: tuple(found))
     got, out, _ = run(capsys, "model.path=x", "--json")
@@ -64,7 +64,7 @@ def test_an_engine_that_dies_is_exit_code_1_with_the_way_out(tmp_path, monkeypat
     from tests.vllm.engines import write_model
 
     model = write_model(tmp_path / "model", "qwen3", 1, fp8=False)
-    monkeypatch.setattr(command, "check_engine", lambda fp8, on_cuda: "0.26")
+    monkeypatch.setattr(command, "check_engine", lambda: "0.26")
     monkeypatch.setattr(command.sys, "executable", "/bin/false")
     assert cli.main(["flow", RECIPE, f"model.path={model}", "--prompts", "1"]) == 1
     assert "the engine ended with exit code 1" in caplog.text and "rollout.vllm.gpu_memory_utilization" in caplog.text

@@ -1,0 +1,34 @@
+"""What is asked of an engine before it starts: the actor's operators by name, and the package that vLLM finds them in."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jetrl_megatron.rollout import compat
+from jetrl_megatron.rollout.vllm_plugin import SWITCH
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_an_engine_has_no_norm_but_the_actors(on_cuda):
+    """A second name in the list would be a fallback to other numerics."""
+    assert compat.engine_numerics(on_cuda, True)["ir_op_priority"] == {"rms_norm": ["jetrl"], "fused_add_rms_norm": ["jetrl"]}
+    assert compat.engine_environment(on_cuda, False)[SWITCH] == "1"
+
+
+def test_an_environment_without_the_installed_package_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.30")
+    monkeypatch.setattr(compat, "entry_points", lambda **_: ())
+    with pytest.raises(ValueError, match=r"jetrl-megatron, which is not installed: pip install -e \."):
+        compat.check_engine()
+    monkeypatch.undo()
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.30")
+    assert compat.check_engine() == "0.30", "the entry point of this very package is found"
+
+
+def test_the_plugin_does_nothing_in_an_engine_of_somebody_else():
+    code = "import sys\nfrom jetrl_megatron.rollout.vllm_plugin import register\nregister()\nassert 'vllm' not in sys.modules\n"
+    environment = {k: v for k, v in os.environ.items() if k != SWITCH}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
