@@ -110,7 +110,7 @@ class TimedActor:
 
     def __init__(self, case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> None:
         """Build and initialise; the same seed gives every arm the same weights."""
-        config = transformer_config(case.arch, case.parallel, precision, device)
+        config = transformer_config(case.arch, case.parallel, precision, device, deterministic=False)
         layout = model_layout(case.parallel, precision.row_parallel)
         chunks = build_chunks(case.arch, config, layout, ranks, trainable=True)
         torch.manual_seed(17 + ranks.rank)
