@@ -10,7 +10,7 @@ queries have p = 1 and ds = 0 and add nothing to a real key's gradient, and no r
 form, which torch plans anew at every call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,6 +34,10 @@ class Operands(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+    def moved(self, move: Callable[[Tensor], Tensor], lse: Tensor) -> "Operands":
+        """Return `move` of every tensor but lse, which is given."""
+        return Operands(move(self.do), move(self.q), move(self.k), move(self.v), move(self.out), lse)
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def cudnn_backward(x: Operands, scale: float) -> tuple[Tensor, ...]:
 
 def _short(x: Operands, segments: tuple[Segment, ...], scale: float) -> dict[Segment, tuple[Tensor, ...]]:
     """Segment -> its rows of dq, dk, dv, all from one FlashAttention-2 call."""
-    packed = Operands(*(_joined(t, segments, 0) for t in x[:-1]), _joined(x.lse, segments, 1))
+    packed = x.moved(lambda t: _joined(t, segments, 0), _joined(x.lse, segments, 1))
     bounds = list(accumulate((end - start for start, end in segments), initial=0))
     on_host = torch.tensor(bounds, dtype=torch.int32, pin_memory=x.q.is_cuda)  # from pageable memory the copy would wait for the device
     longest = max(end - start for start, end in segments)
@@ -119,7 +123,7 @@ def _long(x: Operands, segments: tuple[Segment, ...], length: int, scale: float)
     lse = x.lse.new_zeros(len(segments), len(x.lse), length, 1)
     for row, (start, end) in zip(lse, segments, strict=True):
         row[:, : end - start, 0] = x.lse[:, start:end]
-    dense = Operands(*(_batched(t, segments, length) for t in x[:-1]), lse)
+    dense = x.moved(lambda t: _batched(t, segments, length), lse)
     grads = [g.transpose(1, 2) for g in cudnn_backward(dense, scale)]
     return {(a, b): tuple(g[i, : b - a] for g in grads) for i, (a, b) in enumerate(segments)}
 
