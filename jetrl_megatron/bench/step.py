@@ -34,7 +34,7 @@ from jetrl_megatron.fp8 import resolve_backend
 VOCAB = 151_936
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
-    ("attention", r"flash|fmha|attention"),
+    ("attention", r"flash|fmha|attention|sdpa|cudnn"),
     ("quantise", r"^_?(row|tile|transpose|accumulate)_kernel"),
     ("norm", r"^norm_kernel|layer_norm|gammabeta"),
     ("swiglu", r"^swiglu_(backward_)?kernel"),
