@@ -85,6 +85,15 @@ class AttentionKernel(Enum):
     flash3 = "flash3"
 
 
+class AttentionBackward(Enum):
+    """Who computes the core attention's backward: `flash2` of torch, `cudnn` for long segments, `reference` on a CPU."""
+
+    auto = "auto"
+    reference = "reference"
+    flash2 = "flash2"
+    cudnn = "cudnn"
+
+
 class RowParallel(Enum):
     """How a layer whose input is split over TP is computed.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from jetrl_megatron.choices import (
     MAX_SECONDS,
     Arm,
+    AttentionBackward,
     AttentionKernel,
     Backend,
     Correction,
@@ -48,6 +49,7 @@ from jetrl_megatron.config_rl import (
 __all__ = [
     "SEEDS_PER_STEP",
     "Arm",
+    "AttentionBackward",
     "AttentionKernel",
     "Backend",
     "Correction",
@@ -176,6 +178,7 @@ class PrecisionConfig:
     row_parallel: RowParallel = RowParallel.k_complete
     backend: Backend = Backend.auto
     attention: AttentionKernel = AttentionKernel.auto
+    attention_backward: AttentionBackward = AttentionBackward.auto
     bf16_layers: tuple[str, ...] = ()
     """HF module-name globs (`*.mlp.down_proj`) that stay BF16 on both sides."""
 
@@ -260,6 +263,11 @@ class Recipe:
     def __post_init__(self) -> None:
         """Check the rules between sections that need no model, and that no number is infinite or NaN."""
         refuse_non_finite(self)
+        if self.run.deterministic and self.precision.attention_backward is AttentionBackward.cudnn:
+            raise ValueError(
+                "precision.attention_backward is cudnn, which adds in no fixed order, and run.deterministic is true; "
+                "set run.deterministic=false, or use flash2"
+            )
         if self.rollout.max_staleness and self.grpo.dynamic_sampling:
             raise ValueError(
                 f"rollout.max_staleness is {self.rollout.max_staleness} and grpo.dynamic_sampling is true: which groups are drawn anew is "

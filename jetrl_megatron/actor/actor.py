@@ -51,7 +51,7 @@ class Actor:
         self.layout = model_layout(recipe.parallel, recipe.precision.row_parallel)
         check_layout(arch, self.layout, fp8=recipe.precision.arm is not Arm.bf16, bf16_layers=recipe.precision.bf16_layers)
         self.backend = resolve_backend(recipe.precision.backend, device)
-        self._config = transformer_config(arch, recipe.parallel, recipe.precision, device)
+        self._config = transformer_config(arch, recipe.parallel, recipe.precision, device, deterministic=recipe.run.deterministic)
         with megatron_scope(device):
             self.chunks = self._build(hf_dir, trainable=True)
             self._wrapped = wrap_chunks(self._config, self.chunks)

@@ -109,7 +109,7 @@ class CoreAttention(Module):
         self.layer_number = layer_number
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.rope = config.flow_rope
-        self.kernel = config.flow_attention
+        self.kernel, self.backward_kernel = config.flow_attention, config.flow_attention_backward
 
     def forward(
         self,
@@ -135,8 +135,7 @@ class CoreAttention(Module):
         if self.kernel is AttentionKernel.reference:
             out = self._by_segment(query, key, value, ctx)
         else:
-            assert ctx.cu_seqlens is not None
-            out = attend(query, key, value, ctx.cu_seqlens, ctx.num_positions, self.scale, self.kernel)
+            out = attend(query, key, value, ctx, self.scale, self.kernel, self.backward_kernel)
         out = _with_zero_padding(out, ctx.num_real_toks, query.shape[0])
         if ctx.cache is not None and ctx.slots_S is not None:
             keys, values = ctx.cache.layer(self.layer_number, key, value)

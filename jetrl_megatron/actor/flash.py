@@ -1,8 +1,9 @@
 """Flash attention over packed sequences on CUDA: BF16 operands, FP32 accumulation, causal within every segment, grouped kv heads.
 
-Enters: rotated q, k, v and the segment bounds. Leaves: [T, Hq, D] BF16, with its gradient. Two forward kernels: `flash2` is torch's,
-`flash3` is the one that vLLM ships and decodes with, so that both engines round alike. Both go through torch's FlashAttention-2
-backward, which needs only the output and the log-sum-exp of the forward. A query's row does not depend on the other segments.
+Enters: rotated q, k, v and the packed context. Leaves: [T, Hq, D] BF16, with its gradient. Two forward kernels: `flash2` is torch's,
+`flash3` is the one that vLLM ships and decodes with, so that both engines round alike. The backward needs only the output and the
+log-sum-exp of the forward: torch's FlashAttention-2 backward behind both, or, behind `flash3`, cuDNN's for long segments
+(flash_backward.py). A query's row does not depend on the other segments.
 """
 
 import importlib.util
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_megatron.config import AttentionKernel
+from jetrl_megatron.actor.flash_backward import Operands, Segment, flash2_backward, segment_backward
+from jetrl_megatron.actor.packed import PackedContext
+from jetrl_megatron.config import AttentionBackward, AttentionKernel
 
 _FLASH3 = "vllm.vllm_flash_attn"
+_CUDNN_HEAD_DIMS = (64, 128)
+"""cuDNN plans other widths too; their gradients were not compared with the reference."""
 
 
 def resolve_attention(kernel: AttentionKernel, device: torch.device) -> AttentionKernel:
@@ -38,14 +43,53 @@ def resolve_attention(kernel: AttentionKernel, device: torch.device) -> Attentio
     return kernel
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, kernel: AttentionKernel) -> Tensor:
-    """Attend within every segment: query [T, Hq, D], key and value [T, Hkv, D], bounds [S + 1] int32 from 0 to T -> [T, Hq, D].
+def resolve_backward(backward: AttentionBackward, forward: AttentionKernel, head_dim: int, *, deterministic: bool) -> AttentionBackward:
+    """Return the backward that will run behind the resolved kernel `forward`.
 
-    longest: host-side bound of the segments' lengths.
+    `auto` is `cudnn` behind `flash3` where heads are 64 or 128 wide and the run need not be deterministic, `reference` behind `reference`,
+    else `flash2`. Deterministic: torch's own check (`can_use_cudnn_attention`) says that cuDNN's attention is not, and torch never asks
+    cuDNN for the deterministic algorithm. Raises ValueError, with the reason, where the one that is asked for cannot run.
     """
+    if forward is AttentionKernel.reference:
+        if backward in (AttentionBackward.auto, AttentionBackward.reference):
+            return AttentionBackward.reference
+        raise ValueError(f"precision.attention_backward is {backward.value}, and precision.attention runs reference: use auto or reference")
+    obstacle = _cudnn_obstacle(forward, head_dim, deterministic)
+    if backward is AttentionBackward.auto:
+        return AttentionBackward.flash2 if obstacle else AttentionBackward.cudnn
+    if backward is AttentionBackward.reference:
+        raise ValueError("precision.attention_backward is reference, which runs on a CPU only: use auto, flash2 or cudnn")
+    if backward is AttentionBackward.cudnn and obstacle:
+        raise ValueError(f"precision.attention_backward is cudnn, {obstacle}, or use auto or flash2")
+    return backward
+
+
+def _cudnn_obstacle(forward: AttentionKernel, head_dim: int, deterministic: bool) -> str:
+    """Why cuDNN's backward is not run, with the way out; empty where nothing stands against it."""
+    if forward is not AttentionKernel.flash3:
+        return (
+            f"which takes what flash3 saves, and precision.attention runs {forward.value}: use a Hopper GPU and precision.attention=flash3"
+        )
+    if head_dim not in _CUDNN_HEAD_DIMS:
+        return f"and heads are {head_dim} wide; it is checked for widths 64 and 128: use such a model"
+    if deterministic:
+        return "which is not deterministic, and run.deterministic is true: set run.deterministic=false"
+    return ""
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedContext, scale: float, kernel: AttentionKernel, backward: AttentionBackward
+) -> Tensor:
+    """Attend within every segment and within the padding: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D].
+
+    packed: of T positions, not decoding. kernel, backward: resolved. With `cudnn` the padding must have no gradient: it passes none on.
+    """
+    bounds, longest = packed.cu_seqlens, packed.num_positions
+    assert bounds is not None, "a decoding step has no bounds"
     q, k, v = (x.contiguous() for x in (query, key, value))
     if kernel is AttentionKernel.flash3:
-        return _Flash3.apply(q, k, v, bounds, longest, scale)
+        by_segment = packed.segments if backward is AttentionBackward.cudnn else None
+        return _Flash3.apply(q, k, v, bounds, longest, scale, by_segment)
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -60,26 +104,30 @@ def _flash3_forward() -> Any:
 
 
 class _Flash3(torch.autograd.Function):
-    """FlashAttention-3 forward, torch's FlashAttention-2 backward; saves q, k, v, the output and its log-sum-exp [Hq, T] float32."""
+    """FlashAttention-3 forward; saves q, k, v, the output and its log-sum-exp [Hq, T] float32.
+
+    segments: the real ones, for the backward by segment; None: FlashAttention-2's backward over all bounds.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, segments: tuple[Segment, ...] | None
+    ) -> Tensor:
         out, lse = _flash3_forward()(
             q, k, v,
             max_seqlen_q=longest, cu_seqlens_q=bounds, max_seqlen_k=longest, cu_seqlens_k=bounds,
             softmax_scale=scale, causal=True, return_softmax_lse=True, num_splits=1, fa_version=3,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, bounds, out, lse)
-        ctx.longest, ctx.scale = longest, scale
+        ctx.longest, ctx.scale, ctx.segments = longest, scale, segments
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bounds, out, lse = ctx.saved_tensors
-        unused = torch.empty(0, device=q.device)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grads[0].contiguous(), q, k, v, out, lse, bounds, bounds, ctx.longest, ctx.longest, 0.0, True, no_dropout, unused,
-            scale=ctx.scale,
-        )  # fmt: skip
-        return dq, dk, dv, None, None, None
+        x = Operands(grads[0].contiguous(), q, k, v, out, lse)
+        if ctx.segments is None:
+            dq, dk, dv = flash2_backward(x, bounds, ctx.longest, ctx.scale)
+        else:
+            dq, dk, dv = segment_backward(x, ctx.segments, ctx.scale)
+        return dq, dk, dv, None, None, None, None

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, padded_vocab_size, stage_layers
-from jetrl_megatron.actor.flash import resolve_attention
+from jetrl_megatron.actor.flash import resolve_attention, resolve_backward
 from jetrl_megatron.actor.packed import PackedContext
 from jetrl_megatron.actor.parallel_state import Ranks
 from jetrl_megatron.actor.rope import RopeTable, inverse_frequencies
 from jetrl_megatron.actor.spec import block_spec
-from jetrl_megatron.config import AttentionKernel, ParallelConfig, PrecisionConfig, Recompute, RowParallel
+from jetrl_megatron.config import AttentionBackward, AttentionKernel, ParallelConfig, PrecisionConfig, Recompute, RowParallel
 
 
 @dataclass
@@ -35,6 +35,8 @@ class FlowTransformerConfig(TransformerConfig):
     flow_rope: RopeTable | None = None
     """One table for all layers."""
     flow_attention: AttentionKernel = AttentionKernel.reference
+    """Resolved, never `auto`."""
+    flow_attention_backward: AttentionBackward = AttentionBackward.reference
     """Resolved, never `auto`."""
 
 
@@ -68,9 +70,13 @@ def model_layout(parallel: ParallelConfig, row_parallel: RowParallel) -> Paralle
 
 
 def transformer_config(
-    arch: ModelArchitecture, parallel: ParallelConfig, precision: PrecisionConfig, device: torch.device
+    arch: ModelArchitecture, parallel: ParallelConfig, precision: PrecisionConfig, device: torch.device, *, deterministic: bool
 ) -> FlowTransformerConfig:
-    """Translate architecture and layout into Megatron's config; no other place sets a field of it."""
+    """Translate architecture and layout into Megatron's config; no other place sets a field of it.
+
+    deterministic: kernels that add in no fixed order are not chosen.
+    """
+    attention = resolve_attention(precision.attention, device)
     recompute: dict[str, Any] = {}
     if parallel.recompute is Recompute.full:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -111,7 +117,8 @@ def transformer_config(
         finalize_model_grads_func=reduce_gradients,
         flow_device=device,
         flow_row_parallel=precision.row_parallel,
-        flow_attention=resolve_attention(precision.attention, device),
+        flow_attention=attention,
+        flow_attention_backward=resolve_backward(precision.attention_backward, attention, arch.head_dim, deterministic=deterministic),
         flow_rope=RopeTable(inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling), device, torch.bfloat16),
         **recompute,
     )

@@ -34,7 +34,7 @@ from jetrl_megatron.fp8 import resolve_backend
 VOCAB = 151_936
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
-    ("attention", r"flash|fmha|attention"),
+    ("attention", r"flash|fmha|attention|sdpa|cudnn"),
     ("quantise", r"^_?(row|tile|transpose|accumulate)_kernel"),
     ("norm", r"^norm_kernel|layer_norm|gammabeta"),
     ("swiglu", r"^swiglu_(backward_)?kernel"),
@@ -110,7 +110,7 @@ class TimedActor:
 
     def __init__(self, case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> None:
         """Build and initialise; the same seed gives every arm the same weights."""
-        config = transformer_config(case.arch, case.parallel, precision, device)
+        config = transformer_config(case.arch, case.parallel, precision, device, deterministic=False)
         layout = model_layout(case.parallel, precision.row_parallel)
         chunks = build_chunks(case.arch, config, layout, ranks, trainable=True)
         torch.manual_seed(17 + ranks.rank)

@@ -20,15 +20,15 @@ from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
-from jetrl_megatron.actor.flash import resolve_attention
-from jetrl_megatron.config import Engine, PrecisionConfig, Recipe
+from jetrl_megatron.actor.flash import resolve_attention, resolve_backward
+from jetrl_megatron.config import Engine, Recipe
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.data.order import PromptOrder
 from jetrl_megatron.data.prompts import PromptSet, load_prompts
 from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
 from jetrl_megatron.fp8 import resolve_backend
 from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
-from jetrl_megatron.layout import check_recipe_layout
+from jetrl_megatron.layout import architecture_of, check_recipe_layout
 from jetrl_megatron.loop.checks import check_lengths, check_number_of_prompts, check_prompts, check_stop_ids, warn_uncorrected
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.loop.rollouts import Rollouts
@@ -106,7 +106,7 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
     device = local_device()
     _seed(recipe, device)
     ranks = parallel_state.initialize(recipe.parallel, device)
-    run_dir = open_run_dir(recipe, argv, str(device), ranks.rank, resolved_kernels(recipe.precision, device))
+    run_dir = open_run_dir(recipe, argv, str(device), ranks.rank, resolved_kernels(recipe, device))
     source = _source_dir(recipe, run_dir, ranks)
     arch = ModelArchitecture.from_hf_directory(source)
     tokenizer_dir = Path(recipe.model.tokenizer) if recipe.model.tokenizer else source
@@ -145,13 +145,17 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
     )
 
 
-def resolved_kernels(precision: PrecisionConfig, device: torch.device) -> dict[str, str]:
+def resolved_kernels(recipe: Recipe, device: torch.device) -> dict[str, str]:
     """Return which kernels run on `device`, by the recipe's key: `auto` depends on what is installed, which may change under a run.
 
     Raises ValueError where one that is asked for cannot run.
     """
+    precision, head_dim = recipe.precision, architecture_of(recipe.model).head_dim
+    attention = resolve_attention(precision.attention, device)
+    backward = resolve_backward(precision.attention_backward, attention, head_dim, deterministic=recipe.run.deterministic)
     return {
-        "precision.attention": resolve_attention(precision.attention, device).value,
+        "precision.attention": attention.value,
+        "precision.attention_backward": backward.value,
         "precision.backend": resolve_backend(precision.backend, device).value,
     }
 

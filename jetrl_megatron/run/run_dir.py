@@ -223,6 +223,9 @@ def _recorded_kernels(path: Path) -> Mapping[str, str]:
             found = json.loads(line).get("kernels") or found
         except ValueError as error:
             raise ValueError(f"line {number} of {path} is not JSON ({error}); mend or remove that line") from error
+    if "precision.attention" in found:  # a start that noted no backward had no other
+        only = "reference" if found["precision.attention"] == "reference" else "flash2"
+        return {"precision.attention_backward": only, **found}
     return found
 
 

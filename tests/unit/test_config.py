@@ -106,6 +106,7 @@ BAD = {
     "run.grace_s=86401": r"run.grace_s is 86401.0; it must be at most 86400.0",
     "reward.timeout_s=1e10": r"reward.timeout_s is 10000000000.0; it must be at most 86400.0",
     "reward.memory_mb=2147483649": r"reward.memory_mb is 2147483649; it must lie in \[64, 2147483648\]",
+    "precision.attention_backward=cudnn": r"run.deterministic is true; set run.deterministic=false, or use flash2",
     "optim.eps=1e-50": r"optim.eps is 1e-50; it must be at least 1e-30",
     "model.synthetic.num_layers=100000000": r"model.synthetic.num_layers is 100000000; it must lie in \[1, 1000\]",
     "model.synthetic.ffn_hidden_size=1048577": r"model.synthetic.ffn_hidden_size is 1048577; it must lie in \[1, 1048576\]",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from jetrl_megatron.actor.attention import CoreAttention, _CausalAttention
 from jetrl_megatron.actor.packed import packed_context
-from jetrl_megatron.config import AttentionKernel
+from jetrl_megatron.config import AttentionBackward, AttentionKernel
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, TOTAL = 4, 2, 16, 12
@@ -35,7 +35,9 @@ def varlen_attn(
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CoreAttention:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     rope = SimpleNamespace(rotate=lambda x, positions, bound: x)
-    return CoreAttention(SimpleNamespace(kv_channels=DIM, flow_rope=rope, flow_attention=request.param), 1)
+    backward = AttentionBackward(request.param.value)
+    config = SimpleNamespace(kv_channels=DIM, flow_rope=rope, flow_attention=request.param, flow_attention_backward=backward)
+    return CoreAttention(config, 1)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [TOTAL], []])

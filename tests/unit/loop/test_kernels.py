@@ -6,7 +6,16 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from jetrl_megatron.config import AttentionKernel, Backend, PrecisionConfig, Recipe, RunConfig
+from jetrl_megatron.config import (
+    AttentionBackward,
+    AttentionKernel,
+    Backend,
+    ModelConfig,
+    PrecisionConfig,
+    Recipe,
+    RunConfig,
+    SyntheticModelConfig,
+)
 from jetrl_megatron.loop.setup import resolved_kernels
 from jetrl_megatron.run.run_dir import open_run_dir
 
@@ -23,23 +32,54 @@ def hopper(monkeypatch):
     return installed
 
 
+def kernels(recipe, device):
+    """Attention, its backward, backend."""
+    found = resolved_kernels(recipe, device)
+    assert list(found) == ["precision.attention", "precision.attention_backward", "precision.backend"]
+    return tuple(found.values())
+
+
 def test_auto_is_resolved_by_what_is_there(hopper):
-    auto = PrecisionConfig()
-    assert resolved_kernels(auto, CPU) == {"precision.attention": "reference", "precision.backend": "reference"}
-    assert resolved_kernels(auto, CUDA) == {"precision.attention": "flash2", "precision.backend": "deepgemm"}
+    auto = Recipe()
+    assert kernels(auto, CPU) == ("reference", "reference", "reference")
+    assert kernels(auto, CUDA) == ("flash2", "flash2", "deepgemm")
     hopper.add("vllm")
-    assert resolved_kernels(auto, CUDA) == {"precision.attention": "flash3", "precision.backend": "deepgemm"}
-    named = PrecisionConfig(attention=AttentionKernel.flash2, backend=Backend.reference)
-    assert resolved_kernels(named, CUDA) == {"precision.attention": "flash2", "precision.backend": "reference"}
+    assert kernels(auto, CUDA) == ("flash3", "flash2", "deepgemm")
+    named = Recipe(precision=PrecisionConfig(attention=AttentionKernel.flash2, backend=Backend.reference))
+    assert kernels(named, CUDA) == ("flash2", "flash2", "reference")
     with pytest.raises(ValueError, match=r"precision.attention is flash2, which does not run on cpu"):
         resolved_kernels(named, CPU)
+
+
+@pytest.mark.parametrize(("head_dim", "expected"), [(64, "cudnn"), (128, "cudnn"), (96, "flash2")])
+def test_auto_takes_the_backward_of_cudnn_where_it_can_run_and_need_not_repeat_its_bits(hopper, head_dim, expected):
+    hopper.add("vllm")
+    free = RunConfig(deterministic=False)
+    recipe = Recipe(run=free, model=ModelConfig(synthetic=SyntheticModelConfig(head_dim=head_dim)))
+    assert kernels(recipe, CUDA) == ("flash3", expected, "deepgemm")
+    assert kernels(replace(recipe, run=RunConfig(deterministic=True)), CUDA) == ("flash3", "flash2", "deepgemm")
+    named = replace(recipe, precision=PrecisionConfig(attention_backward=AttentionBackward.flash2))
+    assert kernels(named, CUDA) == ("flash3", "flash2", "deepgemm")
+    named = replace(recipe, precision=PrecisionConfig(attention_backward=AttentionBackward.cudnn))
+    if expected == "cudnn":
+        assert kernels(named, CUDA) == ("flash3", "cudnn", "deepgemm")
+    else:
+        with pytest.raises(ValueError, match=r"attention_backward is cudnn, and heads are 96 wide; it is checked for widths 64 and 128"):
+            resolved_kernels(named, CUDA)
+    with pytest.raises(ValueError, match=r"precision.attention_backward is cudnn, and precision.attention runs reference: use auto or ref"):
+        resolved_kernels(named, CPU)
+    hopper.remove("vllm")
+    with pytest.raises(ValueError, match=r"is cudnn, which takes what flash3 saves, and precision.attention runs flash2: use a Hopper GPU"):
+        resolved_kernels(named, CUDA)
+    with pytest.raises(ValueError, match=r"precision.attention_backward is reference, which runs on a CPU only: use auto, flash2 or cudnn"):
+        resolved_kernels(replace(recipe, precision=PrecisionConfig(attention_backward=AttentionBackward.reference)), CUDA)
 
 
 def test_a_run_under_which_vllm_was_installed_goes_on_only_with_its_kernel_by_name(hopper, tmp_path):
     recipe = Recipe(run=RunConfig(dir=str(tmp_path / "run")))
 
     def start(wanted):
-        run_dir = open_run_dir(wanted, [], str(CUDA), kernels=resolved_kernels(wanted.precision, CUDA))
+        run_dir = open_run_dir(wanted, [], str(CUDA), kernels=resolved_kernels(wanted, CUDA))
         run_dir.lock.close()
         return run_dir
 

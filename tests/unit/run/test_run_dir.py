@@ -99,6 +99,16 @@ def test_other_kernels_than_the_records_were_computed_with_are_refused(recipe):
         open_run_dir(recipe, [], kernels=FLASH2 | {"precision.backend": "reference"})
 
 
+def test_a_run_from_before_backwards_were_noted_goes_on_with_flash2(recipe):
+    first = open_run_dir(recipe, [], kernels=FLASH3)
+    first.lock.close()
+    first.records.write_text('{"kind": "step", "step": 1}\n')
+    backward = "precision.attention_backward"
+    with pytest.raises(ValueError, match=rf"{backward} ran flash2 and would now run cudnn. Go on with {backward}=flash2"):
+        open_run_dir(recipe, [], kernels=FLASH3 | {backward: "cudnn"})
+    open_run_dir(recipe, [], kernels=FLASH3 | {backward: "flash2"}).lock.close()
+
+
 def test_starts_that_noted_no_kernels_are_compared_by_their_recipe(recipe):
     first = open_run_dir(recipe, [])
     first.lock.close()
