@@ -36,7 +36,7 @@ class World:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.a, self.b = (write_model(root / name, "qwen3", seed, fp8=False) for seed, name in enumerate("ab"))
+        self.a, self.b = (write_model(root / name, "qwen3", seed, fp8=torch.cuda.is_available()) for seed, name in enumerate("ab"))
         self.key = new_key()
         self.pool = make_pool(self.a, 2, root / "logs", self.key)
         self.pool.update(publish(self.a, 0), self.refuse)
