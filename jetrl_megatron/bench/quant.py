@@ -46,7 +46,7 @@ def cases(x: torch.Tensor) -> list[Case]:
 
     def norm_expected() -> tuple[BlockScaled, ...]:
         rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
-        return reference.quantize_dual((x.float() * rstd).bfloat16() * weight)
+        return reference.quantize_dual((x.float() * rstd * weight.float()).bfloat16())
 
     def activation() -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)

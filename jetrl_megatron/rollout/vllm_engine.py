@@ -24,7 +24,7 @@ from jetrl_megatron.contracts import Completion, SamplingParams
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.background_draw import BackgroundDraw, PushHold
 from jetrl_megatron.rollout.engine import Request, check_fits
-from jetrl_megatron.rollout.vllm_client import Drawn
+from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
 from jetrl_megatron.rollout.vllm_dispatch import DispatchCounts, Dispatcher
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 
@@ -158,7 +158,8 @@ class VllmEngine:
         def send(server: int, owned: tuple[int, Request]) -> tuple[Drawn, int]:
             request, version = owned[1], pool.version
             one = pool.complete(server, request.prompt.token_ids, params, request_seed(seed, request.prompt.id, request.sample_index))
-            assert pool.version == version, f"version {version} became {pool.version} while prompt {request.prompt.id} was under way"
+            if pool.version != version:
+                raise ServerGone(f"version {version} became {pool.version} while prompt {request.prompt.id} was under way")
             return one, version
 
         servers = _PushingPool(pool, self._hold, self._push)

@@ -27,17 +27,20 @@ def register() -> None:
 
     vllm_version()
     _register_norms()
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # A graph that vLLM takes from its cache names the operator and calls none of the functions below.
+        import jetrl_megatron.fp8.triton_norm  # noqa: F401
+    else:
         _register_cpu_linear()
 
 
 def registered() -> bool:
-    """Tell whether this process of an engine has the operators that the launcher asked for."""
+    """Tell whether this worker process of an engine runs the operators that the launcher asked for."""
     from vllm import ir
 
     from jetrl_megatron.rollout.compat import cpu_block_kernels
 
-    norms = all(PROVIDER in getattr(ir.ops, name).impls for name in NORMS)
+    norms = all(getattr(ir.ops, name).get_priority()[:1] == [PROVIDER] for name in NORMS)
     return norms and (torch.cuda.is_available() or cpu_block_kernels()[0].__module__ == __name__)
 
 
@@ -95,8 +98,10 @@ def _register_cpu_linear() -> None:
         @classmethod
         def can_implement(cls, config: Any) -> tuple[bool, str | None]:
             shape = config.weight_quant_key.scale.group_shape
-            fits = (shape.row, shape.col) == WEIGHT_BLOCK and config.out_dtype is torch.bfloat16
-            return fits, None if fits else f"needs weight blocks of {WEIGHT_BLOCK} and BF16 outputs, got {shape} and {config.out_dtype}"
+            if (shape.row, shape.col) != WEIGHT_BLOCK or config.out_dtype is not torch.bfloat16:
+                # To decline would hand the layer to a kernel with other numerics.
+                raise ValueError(f"weights are in blocks {shape} and outputs {config.out_dtype}; need {WEIGHT_BLOCK} and torch.bfloat16")
+            return True, None
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             """Weights stay as they were loaded."""

@@ -152,7 +152,10 @@ class ServerPool:
         directory. Raises WeightMismatch naming tensors, or RunFailure where no server is left.
         """
         start_s = time.monotonic()
+        live = [m for m in self._members if m.state != "lost"]
         self.start(published)
+        for _ in [m for m in live if m.state == "lost"]:
+            left_out()
         self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load, left_out)))
         for member in self._members:
             self._await_restart(member)
@@ -214,6 +217,8 @@ class ServerPool:
                     return  # it came back a moment ago, on these weights, and is verified
                 slept = member.state == "asleep"
                 member.state = "pushing"
+            if member.server is None:
+                client.rpc("jetrl_prepare", {}, self._limits.push_timeout_s)  # it was started by somebody else: with the actor's operators?
             if slept:
                 client.wake("weights", self._limits.push_timeout_s)
             if member.started_on != published.directory:

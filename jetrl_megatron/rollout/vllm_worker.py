@@ -33,15 +33,15 @@ from jetrl_megatron.rollout.vllm_plugin import registered
 class WeightReader:
     """Mixin of vLLM's worker."""
 
-    def jetrl_prepare(self) -> dict[str, Any]:
-        """Make the device ready for the first request; called once behind the start. Returns `matrix_unit`.
+    def jetrl_prepare(self) -> None:
+        """Make the device ready for the first request; called once behind the start.
 
         Raises RuntimeError where the engine does not run the actor's operators.
         """
         if not registered():
             raise RuntimeError("vLLM did not load the plugin jetrl: is it missing in VLLM_PLUGINS?")
         self._jetrl_buffers = _buffers(worker_model(self))
-        return {"matrix_unit": prepare_device()}
+        prepare_device()
 
     def jetrl_changed_buffers(self) -> list[str]:
         """Return the names of buffers (what the model computes with and no checkpoint holds) that are not what they were at the start."""

@@ -151,12 +151,12 @@ def _send_to_first(wire: StageWire) -> None:
 
 def beside(background: Callable[[], None], foreground: Callable[[], None]) -> None:
     """Run both at the same time and raise what either raises, the background's first: it knows which server failed."""
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     def run() -> None:
         try:
             background()
-        except (ValueError, RuntimeError) as error:
+        except BaseException as error:  # a thread's end: whatever it was, the caller raises it
             failures.append(error)
 
     thread = threading.Thread(target=run, name="push", daemon=True)

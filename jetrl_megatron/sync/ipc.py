@@ -36,11 +36,12 @@ class IpcTransport(MemoryTransport):
             raise ValueError("rollout.vllm.transport=ipc needs parallel.pp=1: with stages no rank holds all tensors; use disk")
         shares = self._group.to_first(self._hash(wire))
         if pool is None:
-            self._show(wire, None)
+            if self._group.from_first(None):
+                self._show(wire, None)
             return None
         assert shares is not None
         published = self._published(wire, shares[:1], step)
-        relay: Relay[Bucket] = Relay(len(pool.start(published)))
+        relay = self._start(pool, published)
 
         def load(client: EngineClient, _: Published) -> None:
             begun = False
@@ -61,6 +62,16 @@ class IpcTransport(MemoryTransport):
 
         beside(update, lambda: self._show(wire, relay))
         return published.version
+
+    def _start(self, pool: ServerPool, published: Published) -> "Relay[Bucket]":
+        """Start what does not run; the other ranks take no memory before a booting server has measured what is left."""
+        started = False
+        try:
+            relay: Relay[Bucket] = Relay(len(pool.start(published)))
+            started = True
+        finally:
+            self._group.from_first(started)
+        return relay
 
     def _show(self, wire: StageWire, relay: Relay[Bucket] | None) -> None:
         """Fill this rank's buffer again and again; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU with DeepGEMM"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU with DeepGEMM"
+    ),
+]
 
 import jetrl_megatron.fp8.quantize as reference  # noqa: E402
 from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation, ScaleFormat, WgradGranularity  # noqa: E402

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jetrl_megatron.rollout.compat import engine_environment, engine_numerics
+from jetrl_megatron.rollout.vllm_plugin import registered
 
 SENTENCE = "The capital of France is"
 
@@ -34,6 +35,7 @@ def _main(request: Path, answer: Path) -> None:
     asked = json.loads(request.read_text())
     numerics = engine_numerics(torch.cuda.is_available(), cuda_graphs=False)
     engine = LLM(model=asked["model"], enforce_eager=True, max_model_len=256, max_num_seqs=4, **numerics)
+    assert registered(), "the engine does not run the actor's operators"
     greedy = SamplingParams(max_tokens=8, temperature=0.0)
     text = engine.generate(SENTENCE, greedy)[0].outputs[0].text
     score = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

@@ -14,7 +14,7 @@ import torch
 from jetrl_megatron.rollout.vllm_plugin import register, registered
 register()
 register()
-assert registered()
+assert not registered(), "nobody has asked for the operators yet"
 from vllm import ir
 from jetrl_megatron.actor.norm import rms_norm
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +25,8 @@ with torch.no_grad():
     for name in ("rms_norm", "fused_add_rms_norm"):
         getattr(ir.ops, name).set_default(["jetrl"])
         assert getattr(ir.ops, name).get_priority() == ["jetrl"]
+    assert registered()
+    assert not torch.cuda.is_available() or hasattr(torch.ops.jetrl, "rms_norm")
     assert torch.equal(ir.ops.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5))
     y, total = ir.ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
     assert torch.equal(total, x + residual) and torch.equal(y, rms_norm(x + residual, weight, 1e-5))

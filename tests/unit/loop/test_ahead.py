@@ -40,6 +40,9 @@ class FakeEngine:
         given = {"token_ids": (5,), "logprobs": (-1.0,), "finish_reason": "stop", "versions": (self.version,)}
         return [Completion(prompt_id=r.prompt.id, sample_index=r.sample_index, **given) for r in requests]
 
+    def rest(self):
+        self.events.append("rest")
+
     def begin(self, requests, params, *, seed):
         self.drawing.clear()
         self.learning.clear()
@@ -60,6 +63,7 @@ def made(monkeypatch):
         sampling=lambda: SamplingParams(max_new_toks=3),
         actor=SimpleNamespace(version=0),
         engine=engine,
+        publisher=None,
         rewards=None,
         phases=Phases(),
         pending=None,

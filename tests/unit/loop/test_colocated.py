@@ -80,12 +80,13 @@ def test_the_engine_rests_between_the_rollouts_and_the_update_and_is_pushed_to_b
     order = []
     note = lambda name, value=None: lambda *a, **k: order.append(name) or value  # noqa: E731
     rollouts = SimpleNamespace(prompts={}, completions=[], rewards=[])
-    for name, value in {"collect": rollouts, "make_samples": [], "learn": {}, "own_failures": 0, "reward_failures": 0}.items():
+    for name, value in {"collect": rollouts, "make_samples": [], "learn": {}}.items():
         monkeypatch.setattr(train, name, note(name, value))
     session = SimpleNamespace(
         recipe=recipe(),
         engine=SimpleNamespace(rest=note("rest")),
         publisher=SimpleNamespace(push=note("push")),
+        pending=None,
         phases=lambda name: nullcontext(),
     )
     session.phases = type("P", (), {"__call__": lambda self, name: nullcontext(), "take": lambda self: {}})()

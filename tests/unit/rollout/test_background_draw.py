@@ -30,6 +30,9 @@ class FakePool:
     def blank(self):
         return "blank" in self.states
 
+    def asleep(self):
+        return False
+
     def ready(self):
         if self.failure is not None:
             raise self.failure

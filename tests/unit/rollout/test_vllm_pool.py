@@ -219,4 +219,4 @@ def test_a_server_found_by_its_url_is_loaded_and_verified_before_it_serves():
     client = FakeClient("something old")
     pool = ServerPool([], [client], {}, LIMITS)
     pool.update(published(4), load)
-    assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:2] == ["pause", "load"]
+    assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:3] == ["jetrl_prepare", "pause", "load"]
