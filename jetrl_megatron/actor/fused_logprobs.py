@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_megatron.actor.logprobs import VocabShard, plain_logits, row_chunks
+from jetrl_megatron.actor.logprobs import VocabShard, head_gradients, plain_logits, row_chunks
 from jetrl_megatron.actor.triton_logprobs import logit_gradient, row_sums
-from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 
 
 def combine(parts_Rn4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,18 +55,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Return the gradients of hidden states and weight; that of the weight goes into `main_grad` where there is one."""
-        dlogp, dhidden = grads[0].contiguous(), torch.empty_like(ctx.saved_tensors[0])
-        if not ctx.needs_input_grad[1]:
-            _backward_rows(ctx, dlogp, dhidden, None)
-            return dhidden, None, None, None, None
-
-        def accumulate(out: Tensor | None) -> Tensor:
-            dweight = torch.zeros_like(ctx.weight_ref, dtype=torch.float32) if out is None else out
-            _backward_rows(ctx, dlogp, dhidden, dweight)
-            return dweight
-
-        # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
-        return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True), None, None, None
+        return *head_gradients(ctx, grads[0].contiguous(), _backward_rows), None, None, None
 
 
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:

@@ -11,6 +11,7 @@ sums over the vocabulary run in float64, here; on CUDA in FP32, in one pass over
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,18 +114,28 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        dhidden = torch.empty_like(ctx.saved_tensors[0])
-        if not ctx.needs_input_grad[1]:
-            _backward_rows(ctx, grads[0], dhidden, None)
-            return dhidden, None, None, None, None
+        return *head_gradients(ctx, grads[0], _backward_rows), None, None, None
 
-        def accumulate(out: Tensor | None) -> Tensor:
-            dweight = torch.zeros_like(ctx.weight_ref, dtype=torch.float32) if out is None else out
-            _backward_rows(ctx, grads[0], dhidden, dweight)
-            return dweight
 
-        # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
-        return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True), None, None, None
+def head_gradients(
+    ctx: Any, dlogp: Tensor, backward_rows: Callable[[Any, Tensor, Tensor, Tensor | None], None]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of hidden states and of the weight, which goes into `main_grad` where there is one; None where not wanted.
+
+    backward_rows: given (ctx, dlogp, dhidden, dweight), writes dhidden [n, H] and adds into dweight [V_r, H] float32, if that is wanted.
+    """
+    dhidden = torch.empty_like(ctx.saved_tensors[0])
+    if not ctx.needs_input_grad[1]:
+        backward_rows(ctx, dlogp, dhidden, None)
+        return dhidden, None
+
+    def accumulate(out: Tensor | None) -> Tensor:
+        dweight = torch.zeros_like(ctx.weight_ref, dtype=torch.float32) if out is None else out
+        backward_rows(ctx, dlogp, dhidden, dweight)
+        return dweight
+
+    # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
+    return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True)
 
 
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:

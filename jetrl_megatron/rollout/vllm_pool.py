@@ -140,8 +140,7 @@ class ServerPool:
         with self._lock:
             for member in self._members:
                 member.state = "blank" if member.state == "off" else member.state
-        for member in self._members:
-            self._await_restart(member)
+        self._await_restarts()
         return [m.client for m in self._members if m.state != "lost" and m.client is not None]
 
     def update(self, published: Published, load: Load, left_out: Callable[[], None] = lambda: None) -> None:
@@ -157,8 +156,7 @@ class ServerPool:
         for _ in [m for m in live if m.state == "lost"]:
             left_out()
         self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load, left_out)))
-        for member in self._members:
-            self._await_restart(member)
+        self._await_restarts()
         self.ready()
         self._version = published.version.step
         self.counts.push_s.append(time.monotonic() - start_s)
@@ -169,8 +167,7 @@ class ServerPool:
         One that is coming back comes back first. One that does not answer is stopped, so that its memory is free too; the next push starts
         it anew.
         """
-        for member in self._members:
-            self._await_restart(member)
+        self._await_restarts()
         self._each(lambda m: m.state in ("ready", "blank"), self._lay_down)
 
     def _lay_down(self, member: _Member) -> None:
@@ -202,10 +199,12 @@ class ServerPool:
                 self._restart(member)
 
     def _boot(self, member: _Member, published: Published) -> None:
-        """Start one server's process; it may not serve yet."""
+        """Start one server's process, or ask one that somebody else started for the actor's operators; it may not serve yet."""
         if member.server is not None:
             member.client = member.server.start(published.directory, published.has_weights)
             member.started_on = published.directory if published.has_weights else None
+        elif member.client is not None:
+            member.client.rpc("jetrl_prepare", {}, self._limits.push_timeout_s)
 
     def _bring(self, member: _Member, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load one live server, unless it was started on these very weights, and verify it."""
@@ -217,8 +216,6 @@ class ServerPool:
                     return  # it came back a moment ago, on these weights, and is verified
                 slept = member.state == "asleep"
                 member.state = "pushing"
-            if member.server is None:
-                client.rpc("jetrl_prepare", {}, self._limits.push_timeout_s)  # it was started by somebody else: with the actor's operators?
             if slept:
                 client.wake("weights", self._limits.push_timeout_s)
             if member.started_on != published.directory:
@@ -277,17 +274,18 @@ class ServerPool:
                 if not self._closed:
                     self._restart(member)
 
-    def _await_restart(self, member: _Member) -> None:
-        """Wait until a server that is coming back has come back, or is lost."""
-        while True:
-            with self._lock:  # a restart makes and starts its thread under it: what is read here has been started
-                thread = member.thread
-            if thread is None:
-                return
-            thread.join()
-            with self._lock:
-                if member.thread is thread:  # and not the next attempt, which this one began
-                    member.thread = None
+    def _await_restarts(self) -> None:
+        """Wait until every server that is coming back has come back, or is lost."""
+        for member in self._members:
+            while True:
+                with self._lock:  # a restart makes and starts its thread under it: what is read here has been started
+                    thread = member.thread
+                if thread is None:
+                    break
+                thread.join()
+                with self._lock:
+                    if member.thread is thread:  # and not the next attempt, which this one began
+                        member.thread = None
 
     def pids(self) -> list[int]:
         """Return the process ids of the servers that this pool started, 0 for one that is not running."""

@@ -3,34 +3,15 @@
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU with DeepGEMM"
-    ),
-]
+from tests.gpu.hopper import E4M3, NEEDS_HOPPER, calc_diff, randn
+
+pytestmark = NEEDS_HOPPER
 
 import jetrl_megatron.fp8.quantize as reference  # noqa: E402
 from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation, ScaleFormat, WgradGranularity  # noqa: E402
-from jetrl_megatron.fp8 import BlockScaled, GemmPrecision, WeightCache, bf16_linear, fp8_linear, gemm_reference, resolve_backend  # noqa: E402
-from jetrl_megatron.fp8.backend import kernels_of  # noqa: E402
+from jetrl_megatron.fp8 import BlockScaled, GemmPrecision, WeightCache, bf16_linear, fp8_linear, gemm_reference  # noqa: E402
 
-E4M3 = {"dtype": torch.float8_e4m3fn, "scale_format": ScaleFormat.fp32}
 LIMIT = 1e-5
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return kernels_of(resolve_backend(Backend.auto, "cuda"))
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").bfloat16()
-
-
-def calc_diff(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.detach().double(), b.detach().double()
-    return 1 - float(2 * (a * b).sum() / (a * a + b * b).sum())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 0.0])
