@@ -60,8 +60,9 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
             check_recipe_layout(recipe)
             command = [sys.executable, "-m", "jetrl_megatron.bench", name, *argv, "--worker", f"{arm}:{out}"]
             code = launch(command, count_processes(recipe, args.nproc), recipe.run.grace_s)
-            if code != 0:
-                return code
+            if code != 0 or not out.is_file():
+                print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
+                return code or 1
             records.append({"bench": name, "arm": arm, **json.loads(out.read_text())})
     print_table(f"{name}: {Path(args.recipe).stem} {' '.join([*args.overrides, *rest])}", list(records[0]), records)
     write_json(args.json, records)

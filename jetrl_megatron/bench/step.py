@@ -32,6 +32,8 @@ from jetrl_megatron.contracts import TrainBatch
 from jetrl_megatron.fp8 import resolve_backend
 
 VOCAB = 151_936
+LONGEST = 30
+"""Kernels that the JSON record names one by one."""
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn"),
@@ -177,33 +179,39 @@ def _time_built(case: StepCase, actor: TimedActor, device: torch.device) -> dict
     medians = {name: statistics.median(row[name] for row in rows[2:]) for name in runs}
     spread = {f"{name}_spread": max(row[name] for row in rows[2:]) - min(row[name] for row in rows[2:]) for name in runs}
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    kinds = _kernel_kinds(actor, batches) if device.type == "cuda" else {}
+    kernels = _kernel_times(actor, batches) if device.type == "cuda" else {}
     update = sum(medians[name] for name in ("forward_backward_ms", "optimizer_ms", "quantise_weights_ms"))
-    return {"update_ms": update, **medians, **spread, "peak_gib": peak, "kernel_ms": kinds}
+    longest = dict(list(kernels.items())[:LONGEST])
+    return {"update_ms": update, **medians, **spread, "peak_gib": peak, "kernel_ms": _by_kind(kernels), "longest_kernels_ms": longest}
 
 
-def _kernel_kinds(actor: TimedActor, batches: list[TrainBatch]) -> dict[str, float]:
-    """Milliseconds of device time of one update step by kind of kernel (see KINDS)."""
+def _kernel_times(actor: TimedActor, batches: list[TrainBatch]) -> dict[str, float]:
+    """Milliseconds of device time of one update step by name of kernel, the longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         actor.gradients(batches)
         actor.update()
         actor.sides.refresh()
         torch.cuda.synchronize()
+    times = {event.key: event.self_device_time_total / 1e3 for event in profile.key_averages()}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def _by_kind(kernels: dict[str, float]) -> dict[str, float]:
+    """Sum the kernels' milliseconds by kind (see KINDS)."""
     found: dict[str, float] = {}
-    for event in profile.key_averages():
-        name = event.key.lower()
-        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "elementwise, copies")
-        found[kind] = found.get(kind, 0.0) + event.self_device_time_total / 1e3
+    for name, ms in kernels.items():
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name.lower())), "elementwise, copies")
+        found[kind] = found.get(kind, 0.0) + ms
     return {kind: round(value, 2) for kind, value in sorted(found.items(), key=lambda item: -item[1])}
 
 
 def _arms(names: list[str]) -> dict[str, PrecisionConfig]:
-    """Return the precision of each named arm: `bf16`, `jetrl`, or `jetrl+KEY=VALUE` for an ablation key of the precision section."""
+    """Return the precision of each named arm: `bf16`, `jetrl`, or either with `+KEY=VALUE` behind it for keys of the precision section."""
     arms = {}
     for name in names:
-        base, _, change = name.partition("+")
+        base, *changes = name.split("+")
         precision = PrecisionConfig(arm=Arm(base))
-        if change:
+        for change in changes:
             key, _, value = change.partition("=")
             precision = replace(precision, **{key: type(getattr(precision, key))(value)})
         arms[name] = precision
