@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _TritonNorm(torch.autograd.Function):
-    """The kernel's forward, torch's backward from the saved rstd."""
+    """The kernels of triton_norm.py; the backward reads the saved rstd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -61,7 +61,8 @@ class _TritonNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        from jetrl_megatron.fp8.triton_norm import rms_norm_backward
+
         x, weight, rstd = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        dx, dw = torch.ops.aten._fused_rms_norm_backward(grads[0].contiguous(), x.contiguous(), [x.shape[-1]], rstd, weight, wanted)
+        dx, dw = rms_norm_backward(grads[0], x, weight, rstd, want_dw=ctx.needs_input_grad[1])
         return dx, dw, None

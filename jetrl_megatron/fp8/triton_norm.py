@@ -1,6 +1,9 @@
-"""RMSNorm in one pass on a GPU, the kernel of both engines: y = bf16(x * rstd * w), rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside.
+"""RMSNorm on a GPU, one pass in each direction, FP32 inside; the forward is the kernel of both engines.
 
-Enters: BF16 rows of width D, in any strided arrangement [..., D] with neighbouring columns. Leaves: y, contiguous, and rstd.
+    y = bf16(x * rstd * w),   rstd = 1 / sqrt(mean(x^2) + eps)
+    dx = bf16(rstd * (dy * w - x * rstd * mean(dy * w * x * rstd))),   dw = sum over rows of dy * x * rstd
+
+Enters: BF16 rows of width D, in any strided arrangement [..., D] with neighbouring columns. Leaves: y and rstd, or dx and dw, contiguous.
 Invariant: a row's bits depend on that row, the weight, eps and D alone. The order of a row's sum is the tile's, and the tile is chosen by
 D; so neither the number of rows, nor how many heads lie in a token, nor their strides can change it. That is why no argument but D is
 compiled in. vLLM's own kernel takes another order for batches of 256 tokens or more; one element that rounds the other way is enough to
@@ -18,6 +21,10 @@ ALIGNED = 8
 """Elements of BF16 in 16 bytes: row addresses are multiples of it, or the rows are copied."""
 TILE_ELEMENTS = 1024
 """Elements of one program, or one row where that is longer."""
+BACKWARD_TILE_ELEMENTS = 4096
+"""The same for one turn of the backward's loop."""
+PROGRAMS = 528
+"""Programs of the backward at most, four for each multiprocessor of an H100 or H200: each leaves one row of partial sums of dw."""
 
 
 @torch.library.custom_op("jetrl::rms_norm", mutates_args=())
@@ -84,3 +91,59 @@ def norm_kernel(
         weight = tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
         y = round_bf16(x * rstd[:, None] * weight[None, :], SOFT)
         tl.store(y_ptr + r[:, None] * DIM + d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, *, want_dw: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (dx [..., D] bfloat16, dw [D] bfloat16 or None) of the gradient dy [..., D] bfloat16 and what `rms_norm` read and gave.
+
+    A row of dx depends on its rows of dy and x alone. dw is summed in FP32 by a fixed number of programs, whose sums are added in their
+    order: the same rows give the same bits on the same kind of device.
+    """
+    dim = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return dx, torch.zeros_like(weight) if want_dw else None
+    x_thd, dy_thd = _as_heads(x), _as_heads(dy)
+    toks, heads, _ = x_thd.shape
+    padded = triton.next_power_of_2(dim)
+    tile = max(1, BACKWARD_TILE_ELEMENTS // padded)
+    tiles = triton.cdiv(toks * heads, tile)
+    programs = min(tiles, PROGRAMS)
+    parts = torch.empty((programs, dim), dtype=torch.float32, device=x.device) if want_dw else rstd
+    norm_backward_kernel[(programs,)](
+        dy_thd, x_thd, weight.contiguous(), rstd, dx, parts, toks * heads, heads, dy_thd.stride(0), dy_thd.stride(1),
+        x_thd.stride(0), x_thd.stride(1), triton.cdiv(tiles, programs),
+        DIM=dim, PADDED=padded, TILE=tile, WRITE_DW=want_dw, SOFT=bool(triton.knobs.runtime.interpret),
+        num_warps=4 if padded <= 2048 else 8,
+    )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype) if want_dw else None
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "dy_stride_t", "dy_stride_h", "stride_t", "stride_h", "tiles"])
+def norm_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, rows, heads, dy_stride_t, dy_stride_h, stride_t, stride_h, tiles,
+    DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, WRITE_DW: tl.constexpr, SOFT: tl.constexpr,
+):  # fmt: skip
+    """`tiles` neighbouring tiles of TILE rows; rows are numbered as in `norm_kernel`."""
+    d = tl.arange(0, PADDED)
+    weight = tl.load(weight_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
+    dw = tl.zeros((TILE, PADDED), dtype=tl.float32)
+    first = tl.program_id(0).to(tl.int64) * tiles
+    for i in range(tiles):
+        r = (first + i) * TILE + tl.arange(0, TILE)
+        mask = (r < rows)[:, None] & (d < DIM)[None, :]
+        x_row = tl.multiple_of((r // heads) * stride_t + (r % heads) * stride_h, 8)
+        dy_row = tl.multiple_of((r // heads) * dy_stride_t + (r % heads) * dy_stride_h, 8)
+        x = tl.load(x_ptr + x_row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + dy_row[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + r, mask=r < rows, other=0.0)[:, None]
+        normed = x * rstd
+        dn = dy * weight[None, :]
+        mean = tl.div_rn(tl.sum(dn * normed, 1), DIM * 1.0)[:, None]
+        dx = round_bf16(rstd * (dn - normed * mean), SOFT)
+        tl.store(dx_ptr + r[:, None] * DIM + d[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        dw += dy * normed
+    if WRITE_DW:
+        tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * DIM + d, tl.sum(dw, 0), mask=d < DIM)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_megatron.fp8.triton_fused import rms_norm_quantize
-from jetrl_megatron.fp8.triton_norm import rms_norm, rms_rstd
+from jetrl_megatron.fp8.triton_norm import rms_norm, rms_norm_backward, rms_rstd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -68,3 +68,32 @@ def test_other_dtypes_and_widths_are_refused():
         rms_norm(torch.zeros(2, 128, device=DEVICE), weight_of(128), EPS)
     with pytest.raises(ValueError, match=r"weight .*\(64,\)"):
         rms_norm(rows((2, 128)), weight_of(64), EPS)
+
+
+@pytest.mark.parametrize("shape", [(5, 128), (3, 2, 64), (1, 768), (2, 1, 3, 128), (3, 1100), (650, 8)])
+def test_gradients_are_those_of_float64_but_for_one_rounding(shape, monkeypatch):
+    monkeypatch.setattr("jetrl_megatron.fp8.triton_norm.PROGRAMS", 4)  # several turns of the loop, the last one ragged
+    x, w = rows(shape), weight_of(shape[-1])
+    dy = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
+    dx, dw = rms_norm_backward(dy, x, w, rms_rstd(x, w, EPS), want_dw=True)
+    x64, w64 = (t.double().requires_grad_() for t in (x, w))
+    (x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + EPS) * w64).backward(dy.double())
+    assert dx.dtype is dw.dtype is torch.bfloat16
+    for got, want in ((dx, x64.grad), (dw, w64.grad)):
+        # Half a BF16 step, and what FP32 sums lose where terms cancel.
+        slack = 2**-8 * want.abs() + 2**-20 * want.abs().amax(-1, keepdim=True)
+        assert bool(((got.double() - want).abs() <= slack).all())
+    assert rms_norm_backward(dy, x, w, rms_rstd(x, w, EPS), want_dw=False)[1] is None
+
+
+def test_gradients_of_strided_heads_are_those_of_a_copy_and_no_rows_give_zeros():
+    w = weight_of(128)
+    wide, wide_dy = rows((21, 5 * 128)), rows((21, 4 * 128), seed=2)
+    x, dy = (t[:, 128:384].unflatten(1, (2, 128)) for t in (wide, wide_dy))
+    rstd = rms_rstd(x, w, EPS)
+    got, want = rms_norm_backward(dy, x, w, rstd, want_dw=True), rms_norm_backward(dy.contiguous(), x.contiguous(), w, rstd, want_dw=True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    one = rms_norm_backward(dy[7:8, 1:], x[7:8, 1:], w, rstd[7:8, 1:], want_dw=False)[0]
+    assert torch.equal(one[0, 0], got[0][7, 1])  # a row's gradient does not depend on its company
+    dx, dw = rms_norm_backward(dy[:0], x[:0], w, rstd[:0], want_dw=True)
+    assert dx.shape == (0, 2, 128) and not dw.any()
