@@ -28,7 +28,7 @@ def register() -> None:
     vllm_version()
     _register_norms()
     if torch.cuda.is_available():
-        # A graph that vLLM takes from its cache names the operator and calls none of the functions below.
+        # Registers the operator. A graph that vLLM takes from its cache names it and calls none of the functions below.
         import jetrl_megatron.fp8.triton_norm  # noqa: F401
     else:
         _register_cpu_linear()
@@ -57,9 +57,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: i
     if weight is None or variance_size is not None or x.dtype is not torch.bfloat16:
         raise ValueError(f"the actor's norm takes BF16 rows and a weight over all of them; got {x.dtype}, {variance_size=}, {weight=}")
     if x.is_cuda:
-        from jetrl_megatron.fp8.triton_norm import rms_norm as kernel
-
-        y: Tensor = kernel(x, weight, epsilon)[0]
+        y: Tensor = torch.ops.jetrl.rms_norm(x, weight, epsilon)[0]  # the operator, so that a compiled graph holds it whole
         return y
     from jetrl_megatron.actor.norm import rms_norm
 

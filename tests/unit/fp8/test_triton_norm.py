@@ -97,3 +97,9 @@ def test_gradients_of_strided_heads_are_those_of_a_copy_and_no_rows_give_zeros()
     assert torch.equal(one[0, 0], got[0][7, 1])  # a row's gradient does not depend on its company
     dx, dw = rms_norm_backward(dy[:0], x[:0], w, rstd[:0], want_dw=True)
     assert dx.shape == (0, 2, 128) and not dw.any()
+
+
+def test_the_operator_for_compiled_graphs_is_the_same_function():
+    x, w = rows((9, 128)), weight_of(128)
+    assert all(torch.equal(a, b) for a, b in zip(torch.ops.jetrl.rms_norm(x, w, EPS), rms_norm(x, w, EPS), strict=True))
+    torch.library.opcheck(torch.ops.jetrl.rms_norm.default, (x, w, EPS), test_utils=("test_schema", "test_faketensor"))
