@@ -1,23 +1,10 @@
 """`python -m jetrl_megatron.bench quant|linear|step|rollout|sync [options]`."""
 
+import importlib
 import sys
 
-from jetrl_megatron.bench import linear, quant, step
-
-
-def _rollout(argv: list[str]) -> int:
-    from jetrl_megatron.bench import rollout  # needs vLLM, unlike the others
-
-    return rollout.main(argv)
-
-
-def _sync(argv: list[str]) -> int:
-    from jetrl_megatron.bench import sync
-
-    return sync.main(argv)
-
-
-COMMANDS = {"quant": quant.main, "linear": linear.main, "step": step.main, "rollout": _rollout, "sync": _sync}
+COMMANDS = ("quant", "linear", "step", "rollout", "sync")
+"""Modules of this package, imported when named: each needs other packages (vLLM, Megatron-core)."""
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +12,9 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         print(f"usage: python -m jetrl_megatron.bench {{{'|'.join(COMMANDS)}}} [options]", file=sys.stderr)
         return 2
-    return COMMANDS[argv[0]](argv[1:])
+    module = importlib.import_module(f"jetrl_megatron.bench.{argv[0]}")
+    code: int = module.main(argv[1:])
+    return code
 
 
 if __name__ == "__main__":

@@ -48,15 +48,17 @@ def transformer_engine_linear(weight: torch.Tensor) -> Linear | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8BlockScaling
+    from transformer_engine.common.recipe import Float8BlockScaling, QParams
 
     n, k = weight.shape
     module = te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device=weight.device)
     with torch.no_grad():
         module.weight.copy_(weight)
-    recipe = Float8BlockScaling()
+    scales = QParams(power_2_scale=False, amax_epsilon=0.0)
+    recipe = Float8BlockScaling(fp8_quant_fwd_inp=scales, fp8_quant_fwd_weight=scales, fp8_quant_bwd_grad=scales)
 
     def run(x: torch.Tensor) -> torch.Tensor:
+        module.weight.grad = None  # else autograd adds to the last iteration's, which no other variant pays for
         with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
             return module(x)
 

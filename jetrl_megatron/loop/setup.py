@@ -208,7 +208,7 @@ def _seed(recipe: Recipe, device: torch.device) -> None:
     if recipe.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
         # Torch would also write NaN into every new tensor: a kernel for each of some 60 a layer. Here what is read has been written.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _source_dir(recipe: Recipe, run_dir: RunDir, ranks: parallel_state.Ranks) -> Path:
