@@ -40,12 +40,12 @@ class Actor:
     Args:
         recipe: the run's config.
         arch: the model's dimensions, from the HF directory.
-        hf_dir: the weights to start from.
+        hf_dir: the weights to start from; None: random ones, for benches.
         ranks: this process's place.
         device: where it runs.
     """
 
-    def __init__(self, recipe: Recipe, arch: ModelArchitecture, hf_dir: Path, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, arch: ModelArchitecture, hf_dir: Path | None, ranks: Ranks, device: torch.device) -> None:
         """Build, load, wrap and quantise; raises ValueError on an illegal layout or weights that do not fit."""
         self.recipe, self.arch, self.ranks, self.device = recipe, arch, ranks, device
         self.layout = model_layout(recipe.parallel, recipe.precision.row_parallel)
@@ -62,10 +62,13 @@ class Actor:
         self.optimizer: ActorOptimizer | None = None
         self.version = 0
 
-    def _build(self, hf_dir: Path, *, trainable: bool) -> list[PolicyModel]:
-        """Build this rank's chunks and fill every parameter from the HF directory."""
+    def _build(self, hf_dir: Path | None, *, trainable: bool) -> list[PolicyModel]:
+        """Build this rank's chunks and fill every parameter from the HF directory, or at random."""
         chunks = build_chunks(self.arch, self._config, self.layout, self.ranks, trainable=trainable)
         for stage, chunk in enumerate(chunks):
+            if hf_dir is None:
+                randomize_parameters(chunk)
+                continue
             weights = load_hf_into_rank(
                 hf_dir, self.arch, self.layout, pp_rank=self.ranks.pp_rank, tp_rank=self.ranks.tp_rank, vp_stage=stage
             )
@@ -179,3 +182,16 @@ def fill_parameters(chunk: torch.nn.Module, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
+
+
+@torch.no_grad()
+def randomize_parameters(chunk: torch.nn.Module) -> None:
+    """Draw every matrix on its device, normal with standard deviation 0.02; norms become 1 and biases 0.
+
+    Matrices of one shape and device are equal: it takes no time, and every copy of a tied embedding is the same.
+    """
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02, generator=torch.Generator(parameter.device).manual_seed(0))
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,7 +1,8 @@
 """One recipe with several precision arms, one after the other on the same machine: what `bench rollout` and `bench sync` have in common.
 
 Enters: a recipe file, `key=value` words, arms. Leaves: for each arm the records that rank 0 wrote. Each arm runs in fresh processes, one a
-rank, as `jetrl train` would start them, with an actor of random or given weights, no optimizer, and the recipe's own vLLM servers.
+rank, as `jetrl train` would start them, with no optimizer and the recipe's own vLLM servers. The actor has the weights of `model.path`, or,
+where there is none, random ones that are drawn where it computes: no file holds them, so that a large shape starts in seconds.
 """
 
 import argparse
@@ -14,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
 from jetrl_megatron.bench.timing import print_table, write_json
 from jetrl_megatron.cli import count_processes
-from jetrl_megatron.config import Engine
+from jetrl_megatron.config import Engine, SyntheticModelConfig
 from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.colocated import settle_vllm
@@ -33,9 +35,12 @@ def parser(name: str, what: str) -> argparse.ArgumentParser:
     options.add_argument("recipe", help="a YAML file; its rollout.engine=vllm_colocated stands, any other becomes vllm_pool")
     options.add_argument("overrides", nargs="*", metavar="key=value")
     options.add_argument("--arms", nargs="+", default=["jetrl", "bf16"], choices=["jetrl", "bf16", "fp8_rollout"])
+    options.add_argument("--model", choices=sorted(MODELS), help="random weights of this shape; default: model.path, or model.synthetic")
+    options.add_argument("--layers", type=int, help="of --model; default: the model's")
     options.add_argument("--nproc", type=int, help="processes of the actor; default as in jetrl train")
     options.add_argument("--json", default="", metavar="FILE", help="append one JSON object a line")
     options.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    options.add_argument("--random-weights", action="store_true", help=argparse.SUPPRESS)
     return options
 
 
@@ -48,17 +53,21 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
     words = [*args.overrides, *rest]
     if load_recipe(args.recipe, [*words, f"precision.arm={args.arms[0]}"]).rollout.engine is Engine.local:
         words.append(f"rollout.engine={Engine.vllm_pool.value}")
+    if args.layers is not None and args.model is None:
+        options.error("--layers goes with --model; for a recipe's own model set model.synthetic.num_layers")
     if args.worker:
         return _worker(args, words, measure)
     if under_launcher(os.environ):
         raise ValueError(f"jetrl bench {name} starts its own processes; run it without torchrun")
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="jetrl-bench-") as folder:
+        drawn = _model_without_weights(args, words, Path(folder) / "model")
         for arm in args.arms:
             out = Path(folder) / f"{arm}.json"
-            recipe = load_recipe(args.recipe, [*words, f"precision.arm={arm}", f"run.dir={folder}/{arm}"])
+            recipe = load_recipe(args.recipe, [*words, *drawn, f"precision.arm={arm}", f"run.dir={folder}/{arm}"])
             check_recipe_layout(recipe)
-            command = [sys.executable, "-m", "jetrl_megatron.bench", name, *argv, "--worker", f"{arm}:{out}"]
+            command = [sys.executable, "-m", "jetrl_megatron.bench", name, *argv, *drawn, "--worker", f"{arm}:{out}"]
+            command += ["--random-weights"] if drawn else []
             code = launch(command, count_processes(recipe, args.nproc), recipe.run.grace_s)
             if code != 0 or not out.is_file():
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
@@ -69,11 +78,39 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
     return 0
 
 
+def _model_without_weights(args: argparse.Namespace, words: list[str], out_dir: Path) -> list[str]:
+    """Write the model whose weights the actor draws, and return the word that names it; nothing where `model.path` has weights.
+
+    Raises ValueError where both `--model` and `model.path` say what to load.
+    """
+    from jetrl_megatron.loop.synthetic_model import MAX_POSITIONS as SYNTHETIC_POSITIONS
+    from jetrl_megatron.loop.synthetic_model import write_synthetic_config
+
+    model = load_recipe(args.recipe, words).model
+    if model.path and args.model:
+        raise ValueError(f"--model {args.model} draws random weights, and model.path is {model.path}: leave one of them out")
+    if model.path:
+        return []
+    if args.model is None:
+        return [f"model.path={write_synthetic_config(out_dir, model.synthetic, 0, SYNTHETIC_POSITIONS)}"]
+    shape = MODELS[args.model]
+    synthetic = SyntheticModelConfig(
+        hidden_size=shape.hidden,
+        num_layers=args.layers or shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        tie_embeddings=False,
+    )
+    return [f"model.path={write_synthetic_config(out_dir, synthetic, VOCAB, MAX_POSITIONS)}"]
+
+
 def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int:
     die_with_launcher()
     arm, _, out = args.worker.partition(":")
     recipe = load_recipe(args.recipe, [*words, f"precision.arm={arm}", f"run.dir={Path(out).with_suffix('')}"])
-    with _session(recipe) as session:
+    with _session(recipe, args.random_weights) as session:
         record = measure(session, args)
         if session.ranks.is_logger:
             Path(out).write_text(json.dumps({**record, **_machine(session)}))
@@ -81,13 +118,13 @@ def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int
 
 
 @contextmanager
-def _session(recipe: Any) -> Iterator[Session]:
+def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
     """Open a session with its actor and engine, no optimizer and no reference; close it whatever happens."""
     from jetrl_megatron.loop.setup import build_actor, open_session
 
     session = open_session(recipe, sys.argv)
     try:
-        build_actor(session, session.source_dir)
+        build_actor(session, None if random_weights else session.source_dir)
         yield session
     finally:
         session.close()

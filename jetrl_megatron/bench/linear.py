@@ -8,6 +8,7 @@ quantises X, dY *and* W (with its transpose) in every iteration, although traini
 
 import argparse
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -142,9 +143,10 @@ def saved_bytes(p: Problem, forward: Linear) -> int:
     before = torch.cuda.memory_allocated()
     y = forward(p.x)
     allocated = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-    # torch's own linear has no `saved_tensors`; it keeps X.
+    # torch's own linear has no `saved_tensors`; it keeps X. Transformer Engine keeps None in some places.
     saved = getattr(y.grad_fn, "saved_tensors", (p.x,))
-    return allocated + any(t.data_ptr() == p.x.data_ptr() for t in saved) * p.x.numel() * p.x.element_size()
+    holds_x = any(t is not None and t.data_ptr() == p.x.data_ptr() for t in saved)
+    return allocated + holds_x * p.x.numel() * p.x.element_size()
 
 
 def time_linear(p: Problem, base: dict[str, object], repeats: int, fast: bool) -> list[dict[str, object]]:
@@ -167,11 +169,15 @@ def time_linear(p: Problem, base: dict[str, object], repeats: int, fast: bool) -
     return records
 
 
-def time_layer(model: str, toks: int, repeats: int, fast: bool) -> tuple[list[dict[str, object]], bool]:
-    """All records of one model and whether every check passed."""
+def time_layer(model: str, args: argparse.Namespace) -> tuple[list[dict[str, object]], bool]:
+    """All records of one model and whether every check passed; each linear's are written when it is done."""
     records: list[dict[str, object]] = []
     for name, (n, k) in MODELS[model].linears().items():
-        records += time_linear(Problem.make(toks, n, k), {"model": model, "linear": name, "T": toks, "N": n, "K": k}, repeats, fast)
+        base = {"model": model, "linear": name, "T": args.toks, "N": n, "K": k}
+        found = time_linear(Problem.make(args.toks, n, k), base, args.repeats, args.fast)
+        write_json(args.json, [{"bench": "linear", **machine(), **r} for r in found])
+        print(f"{model} {name} is done", file=sys.stderr, flush=True)
+        records += found
         torch.cuda.empty_cache()
     passed = all(r[gemm] < LIMIT for r in records if r["kind"] == "check" for gemm in GEMMS)  # type: ignore[operator]
     return records, passed
@@ -205,12 +211,11 @@ def main(argv: list[str]) -> int:
     print(machine())
     passed = True
     for model in args.model or MODELS:
-        records, ok = time_layer(model, args.toks, args.repeats, args.fast)
+        records, ok = time_layer(model, args)
         passed &= ok
         for r in records:
             if r["kind"] == "check":
                 print({key: value for key, value in r.items() if key != "kind"})
         columns = ("variant", *MODELS[model].linears(), "layer", "x bf16")
         print_table(f"{model}, {args.toks} tokens, forward + backward, ms", columns, summarize(model, records))
-        write_json(args.json, [{"bench": "linear", **machine(), **r} for r in records])
     return 0 if passed else 1

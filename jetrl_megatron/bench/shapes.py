@@ -12,6 +12,7 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     ffn: int
+    num_layers: int
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """(N, K) by name: fused q, k, v; attention output; fused gate and up; down."""
@@ -25,8 +26,11 @@ class DecoderShape:
 
 
 MODELS = {
-    "qwen3-8b": DecoderShape(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=12288),
-    "qwen3-14b": DecoderShape(hidden=5120, num_heads=40, num_kv_heads=8, head_dim=128, ffn=17408),
-    "qwen3-32b": DecoderShape(hidden=5120, num_heads=64, num_kv_heads=8, head_dim=128, ffn=25600),
+    "qwen3-8b": DecoderShape(hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=12288, num_layers=36),
+    "qwen3-14b": DecoderShape(hidden=5120, num_heads=40, num_kv_heads=8, head_dim=128, ffn=17408, num_layers=40),
+    "qwen3-32b": DecoderShape(hidden=5120, num_heads=64, num_kv_heads=8, head_dim=128, ffn=25600, num_layers=64),
 }
 """By name, from the models' published configurations."""
+VOCAB = 151_936
+MAX_POSITIONS = 40_960
+"""Of all three."""

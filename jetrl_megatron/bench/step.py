@@ -20,25 +20,25 @@ import torch.distributed as dist
 
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
+from jetrl_megatron.actor.actor import randomize_parameters
 from jetrl_megatron.actor.device import local_device, megatron_scope
 from jetrl_megatron.actor.model import build_chunks, model_layout, transformer_config
 from jetrl_megatron.actor.optimizer import ActorOptimizer, wrap_chunks
 from jetrl_megatron.actor.pipeline_step import PipelineStep
 from jetrl_megatron.actor.sides import FlowSides
-from jetrl_megatron.bench.shapes import MODELS
+from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
 from jetrl_megatron.bench.timing import machine, print_table, write_json
 from jetrl_megatron.config import Arm, Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from jetrl_megatron.contracts import TrainBatch
 from jetrl_megatron.fp8 import resolve_backend
 
-VOCAB = 151_936
 LONGEST = 30
 """Kernels that the JSON record names one by one."""
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn"),
     ("quantise", r"^_?(row|tile|transpose|accumulate)_kernel"),
-    ("norm", r"^norm_kernel|layer_norm|gammabeta"),
+    ("norm", r"^norm_(backward_)?kernel|layer_norm|gammabeta"),
     ("swiglu", r"^swiglu_(backward_)?kernel"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas"),
     ("optimizer", r"multi_tensor|foreach|adam"),
@@ -72,7 +72,7 @@ def architecture(name: str, layers: int) -> ModelArchitecture:
         head_dim=shape.head_dim,
         ffn_hidden_size=shape.ffn,
         vocab_size=VOCAB,
-        max_positions=40_960,
+        max_positions=MAX_POSITIONS,
         rms_eps=1e-6,
         rope_theta=1e6,
         rope_scaling=None,
@@ -111,16 +111,12 @@ class TimedActor:
     """
 
     def __init__(self, case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> None:
-        """Build and initialise; the same seed gives every arm the same weights."""
+        """Build and initialise; every arm has the same weights."""
         config = transformer_config(case.arch, case.parallel, precision, device, deterministic=False)
         layout = model_layout(case.parallel, precision.row_parallel)
         chunks = build_chunks(case.arch, config, layout, ranks, trainable=True)
-        torch.manual_seed(17 + ranks.rank)
-        with torch.no_grad():
-            for chunk in chunks:
-                for parameter in chunk.parameters():
-                    if parameter.dim() > 1:
-                        parameter.normal_(0.0, 0.02)
+        for chunk in chunks:
+            randomize_parameters(chunk)
         self.wrapped = wrap_chunks(config, chunks)
         self.optimizer = ActorOptimizer(OptimConfig(lr=1e-6), self.wrapped, 1000)
         backend = resolve_backend(Backend.auto, device)
@@ -222,7 +218,7 @@ def main(argv: list[str]) -> int:
     """Time every arm and print the table on rank 0; returns 0."""
     parser = argparse.ArgumentParser(prog="jetrl bench step", description="The actor's update step, BF16 against FP8.")
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--layers", type=int, help="default: the model's")
     parser.add_argument("--tokens", type=int, default=8192, help="packed tokens of one micro-batch")
     parser.add_argument("--seqs", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
@@ -239,7 +235,7 @@ def main(argv: list[str]) -> int:
     parallel = ParallelConfig(tp=args.tp, pp=args.pp, micro_batch_toks=args.tokens, recompute=Recompute(args.recompute))
     ranks = parallel_state.initialize(parallel, device)
     case = StepCase(
-        arch=architecture(args.model, args.layers),
+        arch=architecture(args.model, args.layers or MODELS[args.model].num_layers),
         parallel=parallel,
         tokens=args.tokens,
         seqs=args.seqs,

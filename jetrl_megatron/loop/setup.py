@@ -176,8 +176,8 @@ def _load_train(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arch: ModelA
     return found
 
 
-def build_actor(session: Session, weights_dir: Path) -> None:
-    """Load the actor from `weights_dir` and put the rollout engine on it."""
+def build_actor(session: Session, weights_dir: Path | None) -> None:
+    """Load the actor from `weights_dir`, or draw random weights where it is None, and put the rollout engine on it."""
     recipe = session.recipe
     session.actor = Actor(recipe, session.arch, weights_dir, session.ranks, session.device)
     build_engine(session)

@@ -1,0 +1,58 @@
+"""What `bench rollout` and `bench sync` measure without weight files: a directory that says which model, and an actor that draws it."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from jetrl_megatron.actor.actor import randomize_parameters
+from jetrl_megatron.bench.engine_arms import _model_without_weights
+from jetrl_megatron.data.tokenizer import load_tokenizer
+
+TINY = "recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml"
+
+
+def named(model=None, layers=None, recipe=TINY):
+    return argparse.Namespace(recipe=recipe, model=model, layers=layers)
+
+
+def test_a_named_shape_is_written_without_weights(tmp_path):
+    (word,) = _model_without_weights(named("qwen3-8b", 3), [], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert word == f"model.path={tmp_path / 'model'}" and not list(tmp_path.rglob("*.safetensors"))
+    wanted = {
+        "architectures": ["Qwen3ForCausalLM"],  # without it vLLM takes another implementation of the model
+        "dtype": "bfloat16",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 3,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "tie_word_embeddings": False,
+    }
+    assert {key: config[key] for key in wanted} == wanted
+    assert load_tokenizer(tmp_path / "model").eos_token_id == config["eos_token_id"]
+
+
+def test_the_recipes_own_synthetic_shape_keeps_the_tokenizers_vocabulary(tmp_path):
+    _model_without_weights(named(), ["model.synthetic.hidden_size=384"], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["hidden_size"] == 384 and config["vocab_size"] == len(load_tokenizer(tmp_path / "model"))
+
+
+def test_given_weights_are_used_and_not_mixed_with_a_shape(tmp_path):
+    assert _model_without_weights(named(), [f"model.path={tmp_path}"], tmp_path / "model") == []
+    with pytest.raises(ValueError, match=r"--model qwen3-8b draws random weights, and model.path is"):
+        _model_without_weights(named("qwen3-8b"), [f"model.path={tmp_path}"], tmp_path / "model")
+
+
+def test_drawn_parameters_are_finite_equal_in_equal_shapes_and_neutral_where_they_are_vectors():
+    chunk = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 256), "b": torch.nn.Linear(64, 256, bias=False), "norm": torch.nn.RMSNorm(64)})
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.fill_(float("nan"))
+    randomize_parameters(chunk)
+    a, b = chunk["a"], chunk["b"]
+    assert torch.equal(a.weight, b.weight) and 0.015 < float(a.weight.detach().std()) < 0.025
+    assert not a.bias.any() and bool((chunk["norm"].weight == 1).all())
