@@ -29,6 +29,14 @@ Record = dict[str, Any]
 Measure = Callable[[Session, argparse.Namespace], Record]
 
 
+def positive(text: str) -> int:
+    """Read an option that counts something, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
 def parser(name: str, what: str) -> argparse.ArgumentParser:
     """Return the parser with the options that both commands have."""
     options = argparse.ArgumentParser(prog=f"jetrl bench {name}", description=what)
@@ -36,7 +44,7 @@ def parser(name: str, what: str) -> argparse.ArgumentParser:
     options.add_argument("overrides", nargs="*", metavar="key=value")
     options.add_argument("--arms", nargs="+", default=["jetrl", "bf16"], choices=["jetrl", "bf16", "fp8_rollout"])
     options.add_argument("--model", choices=sorted(MODELS), help="random weights of this shape; default: model.path, or model.synthetic")
-    options.add_argument("--layers", type=int, help="of --model; default: the model's")
+    options.add_argument("--layers", type=positive, help="of --model; default: the model's")
     options.add_argument("--nproc", type=int, help="processes of the actor; default as in jetrl train")
     options.add_argument("--json", default="", metavar="FILE", help="append one JSON object a line")
     options.add_argument("--worker", default="", help=argparse.SUPPRESS)

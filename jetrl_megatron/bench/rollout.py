@@ -1,8 +1,9 @@
 """`jetrl bench rollout`: completion tokens a second of the recipe's vLLM servers, FP8 against BF16 in one run.
 
 Enters: a recipe and the load. Leaves: one row an arm. Prompts are random ids, completions have a fixed length (no token ends one), so that
-the arms draw equally many tokens. The first round warms kernels and graphs up and is not counted. Checked: every server holds the actor's
-bytes (the push verifies), every completion has its length.
+the arms draw equally many tokens. The first rounds warm kernels and graphs up and are not counted: DeepGEMM compiles a kernel for each new
+range of rows, for seconds, so an arm is warm only when its rounds no longer get faster; the row shows the seconds of every round.
+Checked: every server holds the actor's bytes (the push verifies), every completion has its length.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.engine_arms import Record, parser, positive, run_arms
 from jetrl_megatron.contracts import Prompt, SamplingParams
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.engine import Request
@@ -20,10 +21,11 @@ from jetrl_megatron.rollout.engine import Request
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     options = parser("rollout", "Rollout throughput of the vLLM servers, FP8 against BF16.")
-    options.add_argument("--prompts", type=int, default=256)
-    options.add_argument("--prompt-toks", type=int, default=512)
-    options.add_argument("--new-toks", type=int, default=512)
-    options.add_argument("--rounds", type=int, default=3, help="counted rounds, behind one that is not")
+    options.add_argument("--prompts", type=positive, default=256)
+    options.add_argument("--prompt-toks", type=positive, default=512)
+    options.add_argument("--new-toks", type=positive, default=512)
+    options.add_argument("--rounds", type=positive, default=3, help="counted rounds")
+    options.add_argument("--warm-up-rounds", type=positive, default=3, help="rounds before them")
     return run_arms("rollout", options, argv, measure)
 
 
@@ -33,19 +35,19 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
     session.publisher.push()
     params = SamplingParams(max_new_toks=args.new_toks, temperature=session.recipe.rollout.temperature)
     seconds = []
-    for number in range(args.rounds + 1):
+    for number in range(args.warm_up_rounds + args.rounds):
         requests = make_requests(number, args.prompts, args.prompt_toks, session.arch.vocab_size)
         mine = requests[session.ranks.dp_rank :: session.ranks.dp]
         start_s = time.perf_counter()
         drawn = session.engine.generate(mine, params, seed=number)
         seconds.append(time.perf_counter() - start_s)
         assert [len(c.token_ids) for c in drawn] == [args.new_toks] * len(mine), "a completion has another length"
-    rates = [args.prompts * args.new_toks / s for s in seconds[1:]]
+    rates = [args.prompts * args.new_toks / s for s in seconds[args.warm_up_rounds :]]
     return {
         "toks_a_s": statistics.median(rates),
         "toks_a_s_min": min(rates),
         "toks_a_s_max": max(rates),
-        "warm_up_s": seconds[0],
+        "rounds_s": [round(s, 2) for s in seconds],
         "prompts": args.prompts,
         "prompt_toks": args.prompt_toks,
         "new_toks": args.new_toks,

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.engine_arms import Record, parser, positive, run_arms
 from jetrl_megatron.bench.timing import copy_bandwidth
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.sync.wire import StageWire
@@ -20,7 +20,7 @@ from jetrl_megatron.sync.wire import StageWire
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     options = parser("sync", "Seconds of a verified weight push, FP8 against BF16.")
-    options.add_argument("--pushes", type=int, default=5, help="counted pushes, behind the one that starts the servers")
+    options.add_argument("--pushes", type=positive, default=5, help="counted pushes, behind the one that starts the servers")
     return run_arms("sync", options, argv, measure)
 
 

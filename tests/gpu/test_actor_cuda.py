@@ -66,6 +66,6 @@ def test_two_gpus_against_one(tmp_path: Path) -> None:
         distance = _distance(one[kind]["logprobs"], found)
         grads = [two[0][name]["grad_norm"], one[kind]["grad_norm"]]
         print(name, "mean |d|", distance, "rollout max |d|", [part[name]["rollout_diff"] for part in two], "grad norms", grads)
-        if name != "k_split-tp2":
-            assert distance < 1e-3
+        if name != "k_split-tp2":  # over two vocabulary shards the softmax adds its sums in another order; nothing else may differ
+            assert distance < (1e-6 if name == "k_complete-tp2" else 1e-12)
         assert grads[0] == pytest.approx(grads[1], rel=0.02)
