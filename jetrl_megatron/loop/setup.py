@@ -29,7 +29,14 @@ from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
 from jetrl_megatron.fp8 import resolve_backend
 from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
 from jetrl_megatron.layout import architecture_of, check_recipe_layout
-from jetrl_megatron.loop.checks import check_lengths, check_number_of_prompts, check_prompts, check_stop_ids, warn_uncorrected
+from jetrl_megatron.loop.checks import (
+    check_lengths,
+    check_number_of_prompts,
+    check_prompts,
+    check_stop_ids,
+    warn_embedded_engine,
+    warn_uncorrected,
+)
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.loop.rollouts import Rollouts
 from jetrl_megatron.loop.synthetic_model import write_synthetic_model
@@ -125,6 +132,7 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
     if ranks.is_logger and not evaluate_only:
         sets = {"data.train": train_prompts, "data.eval": eval_prompts}
         warn_uncorrected(recipe)
+        warn_embedded_engine(recipe, device.type == "cuda")
         claim_data(run_dir, {key: (len(s.prompts), s.fingerprint) if s is not None else (0, "") for key, s in sets.items()})
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Session(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from conversion.architecture import ModelArchitecture
-from jetrl_megatron.config import EvalConfig, ParallelConfig, Recipe, RolloutConfig
+from jetrl_megatron.config import Arm, Engine, EvalConfig, ParallelConfig, PrecisionConfig, Recipe, RolloutConfig
 from jetrl_megatron.contracts import Prompt
 from jetrl_megatron.data.prompts import PromptSet
 from jetrl_megatron.loop.checks import (
@@ -16,6 +16,7 @@ from jetrl_megatron.loop.checks import (
     check_prompts,
     check_records_are_there,
     check_stop_ids,
+    warn_embedded_engine,
 )
 from jetrl_megatron.loop.learn import refuse_broken_step
 from jetrl_megatron.run.run_dir import RunDir
@@ -90,3 +91,13 @@ def test_a_step_that_is_not_finite_is_refused_by_name(value):
     refuse_broken_step({"loss": 1.0, "count": 3})
     with pytest.raises(RuntimeError, match="grad_norm"):
         refuse_broken_step({"loss": 1.0, "grad_norm": value})
+
+
+def test_the_embedded_engine_on_a_gpu_is_named_as_not_exact(caplog):
+    local, pool = Recipe(), Recipe(rollout=RolloutConfig(engine=Engine.vllm_pool))
+    warn_embedded_engine(local, on_cuda=False)
+    warn_embedded_engine(pool, on_cuda=True)
+    warn_embedded_engine(replace(local, precision=PrecisionConfig(arm=Arm.bf16)), on_cuda=True)
+    assert not caplog.records
+    warn_embedded_engine(local, on_cuda=True)
+    assert "the mismatch of arm jetrl is not 0" in caplog.text and "vllm_pool" in caplog.text
