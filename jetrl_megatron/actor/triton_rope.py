@@ -15,11 +15,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
     """Rotate x [T, heads, D] by the angles of `positions` [T] int64, or back; cos, sin: [P, D / 2]; all BF16."""
     toks, heads, dim = x.shape
     assert x.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), (x.stride(), cos.stride())
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape)
     if out.numel():
         _rope_kernel[(toks,)](
             x, out, cos, sin, positions, x.stride(0), x.stride(1), heads,
-            HALF=dim // 2, SIGN=-1.0 if inverse else 1.0, HEADS=triton.next_power_of_2(heads), DIM=triton.next_power_of_2(dim // 2),
+            HALF=dim // 2, SIGN=-1.0 if inverse else 1.0, HEADS=1 << (heads - 1).bit_length(), DIM=1 << (dim // 2 - 1).bit_length(),
             SOFT=bool(triton.knobs.runtime.interpret),
         )  # fmt: skip
     return out

@@ -72,7 +72,7 @@ class DeepGemmKernels:
     def _block_gemm(self, a: BlockScaled, b: BlockScaled, compiled_dims: str) -> torch.Tensor:
         """A B^T in BF16, b in 128x128 blocks."""
         _check_operands(a, b, WEIGHT_BLOCK)
-        out = torch.empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16, device=a.data.device)
+        out = a.data.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16)
         if a.shape[1] == 0:
             return out.zero_()
         if out.numel():

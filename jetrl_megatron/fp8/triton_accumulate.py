@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_megatron.fp8.block_scaled import num_blocks
+
 BLOCK = 2048
 
 
@@ -15,7 +17,7 @@ def accumulate(out: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
     """Add `addend` (bfloat16) to `out` (float32) in place and return it; same shape, both contiguous."""
     assert out.is_contiguous() and addend.is_contiguous() and out.shape == addend.shape, (out.shape, addend.shape)
     if out.numel():
-        _accumulate_kernel[(triton.cdiv(out.numel(), BLOCK),)](
+        _accumulate_kernel[(num_blocks(out.numel(), BLOCK),)](
             out, addend, out.numel(), EVEN=out.numel() % BLOCK == 0, BLOCK=BLOCK, num_warps=8
         )
     return out

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_megatron.fp8.block_scaled import num_blocks
 from jetrl_megatron.fp8.triton_source import round_bf16
 
 OPERATOR = "jetrl::rms_norm"
@@ -36,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
     """
     if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}; need bfloat16 [..., D] and [D]")
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     return y, _launch(x, weight, eps, y)
 
 
@@ -46,7 +47,7 @@ torch.library.impl(OPERATOR, ("cpu", "cuda"), rms_norm)
 
 @torch.library.register_fake(OPERATOR)
 def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def rms_rstd(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -55,18 +56,23 @@ def rms_rstd(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor | None) -> torch.Tensor:
-    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if x.numel():
         x_thd = _as_heads(x)
         toks, heads, dim = x_thd.shape
-        padded = triton.next_power_of_2(dim)
+        padded = _padded(dim)
         tile = max(1, TILE_ELEMENTS // padded)
-        norm_kernel[(triton.cdiv(toks * heads, tile),)](
+        norm_kernel[(num_blocks(toks * heads, tile),)](
             x_thd, weight.contiguous(), rstd if y is None else y, rstd, toks * heads, heads, x_thd.stride(0), x_thd.stride(1), eps,
             DIM=dim, PADDED=padded, TILE=tile, WRITE=y is not None, SOFT=bool(triton.knobs.runtime.interpret),
             num_warps=4 if padded <= 2048 else 8,
         )  # fmt: skip
     return rstd
+
+
+def _padded(dim: int) -> int:
+    """The power of two that holds `dim`; Triton's own function of that name takes as long as a small kernel."""
+    return 1 << (dim - 1).bit_length()
 
 
 def _as_heads(x: torch.Tensor) -> torch.Tensor:
@@ -107,19 +113,19 @@ def rms_norm_backward(
     order: the same rows give the same bits on the same kind of device.
     """
     dim = x.shape[-1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape)
     if not x.numel():
         return dx, torch.zeros_like(weight) if want_dw else None
     x_thd, dy_thd = _as_heads(x), _as_heads(dy)
     toks, heads, _ = x_thd.shape
-    padded = triton.next_power_of_2(dim)
+    padded = _padded(dim)
     tile = max(1, BACKWARD_TILE_ELEMENTS // padded)
-    tiles = triton.cdiv(toks * heads, tile)
+    tiles = num_blocks(toks * heads, tile)
     programs = min(tiles, PROGRAMS)
-    parts = torch.empty((programs, dim), dtype=torch.float32, device=x.device) if want_dw else rstd
+    parts = rstd.new_empty((programs, dim)) if want_dw else rstd
     norm_backward_kernel[(programs,)](
         dy_thd, x_thd, weight.contiguous(), rstd, dx, parts, toks * heads, heads, dy_thd.stride(0), dy_thd.stride(1),
-        x_thd.stride(0), x_thd.stride(1), triton.cdiv(tiles, programs),
+        x_thd.stride(0), x_thd.stride(1), num_blocks(tiles, programs),
         DIM=dim, PADDED=padded, TILE=tile, WRITE_DW=want_dw, SOFT=bool(triton.knobs.runtime.interpret),
         num_warps=4 if padded <= 2048 else 8,
     )  # fmt: skip

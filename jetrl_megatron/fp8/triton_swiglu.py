@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from jetrl_megatron.config import ScaleFormat
-from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP
 from jetrl_megatron.fp8.swiglu import check_gate_up
 from jetrl_megatron.fp8.triton_cast import contiguous_rows
@@ -31,9 +31,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     check_gate_up(gate_up)
     gate_up = contiguous_rows(gate_up)
     toks, features = gate_up.shape[0], gate_up.shape[1] // 2
-    h = torch.empty((toks, features), dtype=torch.bfloat16, device=gate_up.device)
+    h = gate_up.new_empty((toks, features))
     if h.numel():
-        swiglu_kernel[(toks, triton.cdiv(features, BLOCK))](
+        swiglu_kernel[(toks, num_blocks(features, BLOCK))](
             gate_up, h, features, gate_up.stride(0), BLOCK=BLOCK, SOFT=_interpreted(), num_warps=WARPS
         )
     return h
@@ -44,9 +44,9 @@ def swiglu_backward(dh: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     check_gate_up(gate_up, dh)
     dh, gate_up = contiguous_rows(dh), contiguous_rows(gate_up)
     toks, features = dh.shape
-    out = torch.empty(gate_up.shape, dtype=torch.bfloat16, device=gate_up.device)
+    out = gate_up.new_empty(gate_up.shape)
     if out.numel():
-        swiglu_backward_kernel[(toks, triton.cdiv(features, BLOCK))](
+        swiglu_backward_kernel[(toks, num_blocks(features, BLOCK))](
             dh, gate_up, out, features, dh.stride(0), gate_up.stride(0), BLOCK=BLOCK, SOFT=_interpreted(), num_warps=WARPS
         )
     return out
