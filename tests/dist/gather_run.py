@@ -118,10 +118,12 @@ class Layer:
     parallel: ParallelConfig
     switches: dict[str, GemmPrecision]
     toks: tuple[int, ...]
+    modes: tuple[str, ...] = ("grad", "no grad")
+    """What gets gradients: "grad" X and the weights, "frozen" X alone, "no grad" nothing."""
 
 
 def layers_of_one_rank(cases: dict[str, Layer]) -> dict[str, dict[str, Any]]:
-    """Run the linears and the MLP of each case both ways; by "case/switches/T/part/grad": what differs, and the wire of the FP8 way."""
+    """Run the linears and the MLP of each case both ways; by "case/switches/T/part/mode": what differs, and the wire of the FP8 way."""
     found: dict[str, dict[str, Any]] = {}
     device = local_device()
     for name, case in cases.items():
@@ -135,8 +137,9 @@ def layers_of_one_rank(cases: dict[str, Layer]) -> dict[str, dict[str, Any]]:
                 linear.flow_sides = {"train": replace(linear.flow_sides["train"], precision=precision)}
             for toks in case.toks:
                 for part, module in _parts(actor).items():
-                    for grad in (True, False):
-                        found[f"{name}/{switches}/{toks}/{part}/{'grad' if grad else 'no grad'}"] = _both_ways(actor, module, toks, grad)
+                    for mode in case.modes:
+                        module.requires_grad_(mode == "grad")
+                        found[f"{name}/{switches}/{toks}/{part}/{mode}"] = _both_ways(actor, module, toks, mode)
         mpu.destroy_model_parallel()
     parallel_state.destroy()
     return found
@@ -147,13 +150,13 @@ def _parts(actor: Actor) -> dict[str, torch.nn.Module]:
     return {"qkv": layer.self_attention.linear_qkv, "o": layer.self_attention.linear_proj, "mlp": layer.mlp}
 
 
-def _both_ways(actor: Actor, module: torch.nn.Module, toks: int, grad: bool) -> dict[str, Any]:
+def _both_ways(actor: Actor, module: torch.nn.Module, toks: int, mode: str) -> dict[str, Any]:
     """(differing outputs and gradients, largest magnitudes, wire) of one module in the two ways."""
     wire = Wire()
     with wire.tapped():
-        fp8 = _run(actor, module, toks, grad, wire)
+        fp8 = _run(actor, module, toks, mode, wire)
     with bf16_gathered():
-        bf16 = _run(actor, module, toks, grad, Wire())
+        bf16 = _run(actor, module, toks, mode, Wire())
     return {
         "differing": [name for name in fp8 if not torch.equal(fp8[name], bf16[name])],
         "zero": [name for name in fp8 if fp8[name].abs().max() == 0],
@@ -164,8 +167,9 @@ def _both_ways(actor: Actor, module: torch.nn.Module, toks: int, grad: bool) -> 
     }
 
 
-def _run(actor: Actor, module: torch.nn.Module, toks: int, grad: bool, wire: Wire) -> dict[str, torch.Tensor]:
-    """Output of a module on this rank's part of fixed tokens; with `grad` also dX and main_grad, added to what was there."""
+def _run(actor: Actor, module: torch.nn.Module, toks: int, mode: str, wire: Wire) -> dict[str, torch.Tensor]:
+    """Output of a module on this rank's part of fixed tokens, and, by `mode`, dX and main_grad, added to what was there."""
+    grad = mode != "no grad"
     tp, rank, parallel = actor.ranks.tp, actor.ranks.tp_rank, actor.recipe.parallel
     row = isinstance(module, linears.FlowRowParallelLinear)
     width = actor.arch.num_heads * actor.arch.head_dim if row else actor.arch.hidden_size
@@ -184,7 +188,7 @@ def _run(actor: Actor, module: torch.nn.Module, toks: int, grad: bool, wire: Wir
             return {"y": y}
         y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(actor.device))
     assert x.grad is not None
-    grads = {n: w.main_grad - 0.5 for n, w in weights.items() if n.endswith("weight")}
+    grads = {n: w.main_grad - 0.5 for n, w in weights.items() if n.endswith("weight") and mode == "grad"}
     return {"y": y.detach(), "dx": x.grad, **grads}
 
 

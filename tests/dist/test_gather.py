@@ -41,7 +41,7 @@ class Found:
         tp2, default = ParallelConfig(tp=2), {"default": SWITCHES["default"]}
         cases = {
             "qwen3": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=SWITCHES, toks=(WHOLE,)),
-            "ragged": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=default, toks=(RAGGED,)),
+            "ragged": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=default, toks=(RAGGED,), modes=("grad", "no grad", "frozen")),
             "nosp": Layer(hf_dir=dirs["qwen3"], parallel=ParallelConfig(tp=2, sequence_parallel=False), switches=default, toks=(RAGGED,)),
             "llama": Layer(hf_dir=dirs["llama"], parallel=tp2, switches=default, toks=(WHOLE,)),
             "qwen2": Layer(hf_dir=dirs["qwen2"], parallel=tp2, switches=default, toks=(WHOLE,)),
@@ -59,7 +59,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_gathered_blocks_are_those_of_the_whole_in_the_layout_of_the_kernels() -> None:
-    shapes = [(512, 512), (4, 512), (20, 512), (12, 1024), (1024, 512)]
+    shapes = [(512, 512), (4, 512), (6, 512), (202, 1024), (1024, 512)]
     for wrong in run_ranks(blocks_of_one_rank, 2, shapes):
         assert len(wrong) == 17 and set(map(tuple, wrong.values())) == {()}, wrong
 
@@ -68,9 +68,9 @@ def test_outputs_and_gradients_are_those_of_gathering_bf16(found: Found) -> None
     for by_case in (*found.by_rank, *found.of_four):
         for case, result in by_case.items():
             assert result["differing"] == [] and result["zero"] == [], case
-            part, grad = case.split("/")[3:]
+            part, mode = case.split("/")[3:]
             weights = {"qkv": ["weight"], "o": ["weight"], "mlp": ["linear_fc1.weight", "linear_fc2.weight"]}[part]
-            assert result["names"] == (["y", "dx", *weights] if grad == "grad" else ["y"]), case
+            assert result["names"] == {"grad": ["y", "dx", *weights], "frozen": ["y", "dx"], "no grad": ["y"]}[mode], case
 
 
 def fp8(rows: int, cols: int, *, t_block: bool = False) -> list[tuple[str, int]]:
@@ -82,12 +82,13 @@ def fp8(rows: int, cols: int, *, t_block: bool = False) -> list[tuple[str, int]]
 @pytest.mark.parametrize(
     "case", [f"qwen3/{switches}/{WHOLE}" for switches in SWITCHES if switches != "bf16 side"] + [f"ragged/default/{RAGGED}"]
 )
-def test_without_gradients_codes_and_scales_are_all_that_is_gathered(found: Found, case: str) -> None:
+def test_without_gradients_of_weights_codes_and_scales_are_all_that_is_gathered(found: Found, case: str) -> None:
     toks = int(case.split("/")[-1])
     qkv, o, mlp = fp8(toks // 2, HIDDEN), fp8(toks, HEADS_WIDTH // 2), fp8(toks // 2, HIDDEN) + fp8(toks, FFN // 2)
     for part, want, launches in (("qkv", qkv, 1), ("o", o, 1), ("mlp", mlp, 2)):
-        result = found.by_rank[0][f"{case}/{part}/no grad"]
-        assert (result["sent"], result["launches"]) == (want, launches), part
+        for mode in ("no grad", "frozen") if case.startswith("ragged") else ("no grad",):
+            result = found.by_rank[0][f"{case}/{part}/{mode}"]
+            assert (result["sent"], result["launches"]) == (want, launches), (part, mode)
 
 
 @pytest.mark.parametrize("switches", ["default", "blocks", "requant", "saved bf16", "dgrad bf16", "wgrad bf16"])
