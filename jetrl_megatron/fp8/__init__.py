@@ -3,7 +3,8 @@
 Files, in the order the data flows:
 block_scaled.py (codes + scales as one value) <- quantize.py (the definition of the bytes) <- swiglu.py (SwiGLU and its gradient)
 <- gemm_reference.py (the definition of the GEMMs) <- precision.py (switches of one side) <- backend.py (who runs it, which kernel a
-shape gets) <- weight_cache.py (once per optimizer step) <- main_grad.py (where a weight's gradient goes) <- linear.py (autograd).
+shape gets) <- weight_cache.py (once per optimizer step) <- main_grad.py (where a weight's gradient goes) <- gather.py (an input that is
+cut over ranks) <- linear.py (autograd).
 triton_*.py and deepgemm.py are the GPU backend, imported only when it is resolved; triton_norm.py (the norm of both engines) and the
 rounding in triton_source.py also by every actor on CUDA.
 """

@@ -7,10 +7,12 @@ Invariants: the forward reads only bytes of the cache, never quantises a weight;
 inside wgrad only, which is exact; without grad mode nothing is saved; T = 0 works.
 Rows in another order: where the cache holds parameter rows permuted (`row_order`), Y and dW are in the parameter's order and only the
 operands of fprop and dgrad are in the cache's.
+X cut over ranks (`gather`, see gather.py): x is this rank's part. It is quantised, then gathered for fprop; the forward keeps the part,
+which is gathered in the backward once it is wgrad's operand. dX leaves as the part's gradient.
 SwiGLU behind a linear (`*_linear_swiglu`) is part of its autograd function: Y, which is [gate | up], is kept, and the backward goes from
 dh to the FP8 operands of dY without writing dY. Where that is impossible, dY is written in BF16 by one kernel and quantised from there, to
 the same bytes: dgrad or wgrad in BF16 (they read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
-Left out: bias, tensor-parallel communication (actor/), weight quantisation (weight_cache.py).
+Left out: bias, other communication of tensor-parallel ranks (actor/), weight quantisation (weight_cache.py).
 
 Legend: T tokens, K input features, N output features; F = N / 2 features behind SwiGLU.
 """
@@ -23,6 +25,7 @@ import torch
 from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation
 from jetrl_megatron.fp8.backend import Kernels, kernels_of
 from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.gather import InputGather, exact_in_fp8
 from jetrl_megatron.fp8.gemm_reference import matmul_bf16_reference
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 from jetrl_megatron.fp8.precision import GemmPrecision
@@ -40,7 +43,16 @@ class _Flow:
     precision: GemmPrecision
     kernels: Kernels
     row_order: torch.Tensor | None
+    gather: InputGather | None
     swiglu: bool
+
+    def whole_rows(self, x: BlockScaled) -> BlockScaled:
+        """X in 1x128 groups from this rank's part; x itself where no rank holds another part."""
+        return x if self.gather is None else self.gather.rows(x)
+
+    def whole_transposed(self, x_t: BlockScaled) -> BlockScaled:
+        """X^T from this rank's part; x_t itself where no rank holds another part."""
+        return x_t if self.gather is None else self.gather.transposed(x_t)
 
 
 def fp8_linear(
@@ -50,14 +62,19 @@ def fp8_linear(
     precision: GemmPrecision,
     backend: Backend,
     row_order: torch.Tensor | None = None,
+    gather: InputGather | None = None,
 ) -> torch.Tensor:
     """Y = X W^T with the forward in FP8.
 
     x_TK: [T, K] bfloat16. weight: [N, K] bfloat16 parameter that `cached` was made of. cached: its bytes. precision: the switches.
     backend: resolved. row_order: [N] int64, cache row i is parameter row row_order[i]; None where both orders are one.
-    Returns [T, N] bfloat16, columns in the parameter's order. Raises ValueError on shapes or dtypes that do not fit, or a BF16 precision.
+    gather: how ranks make X whole where each of them holds a part; x_TK is then this rank's part, and T and K are the whole's.
+    Returns [T, N] bfloat16, columns in the parameter's order. Raises ValueError on shapes or dtypes that do not fit, a BF16 precision, or a
+    `gather` of parts that cannot be gathered in FP8 (`exact_in_fp8`).
     """
-    return _fp8(x_TK, weight, _Flow(cached=cached, precision=precision, kernels=kernels_of(backend), row_order=row_order, swiglu=False))
+    kernels = kernels_of(backend)
+    flow = _Flow(cached=cached, precision=precision, kernels=kernels, row_order=row_order, gather=gather, swiglu=False)
+    return _fp8(x_TK, weight, flow)
 
 
 def fp8_linear_swiglu(
@@ -67,12 +84,15 @@ def fp8_linear_swiglu(
     precision: GemmPrecision,
     backend: Backend,
     row_order: torch.Tensor | None = None,
+    gather: InputGather | None = None,
 ) -> torch.Tensor:
     """silu(gate) * up with [gate | up] = X W^T, the linear in FP8; arguments and errors are those of `fp8_linear`.
 
     weight: [2F, K] bfloat16, the gate's rows first. Returns [T, F] bfloat16. Raises ValueError on an odd number of rows too.
     """
-    return _fp8(x_TK, weight, _Flow(cached=cached, precision=precision, kernels=kernels_of(backend), row_order=row_order, swiglu=True))
+    kernels = kernels_of(backend)
+    flow = _Flow(cached=cached, precision=precision, kernels=kernels, row_order=row_order, gather=gather, swiglu=True)
+    return _fp8(x_TK, weight, flow)
 
 
 def bf16_linear(x_TK: torch.Tensor, weight: torch.Tensor, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -99,17 +119,23 @@ def bf16_linear_swiglu(x_TK: torch.Tensor, weight: torch.Tensor, backend: Backen
 
 def _fp8(x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow) -> torch.Tensor:
     """Check what enters, then run with what the backward needs or, without gradients, without keeping anything."""
-    cached, precision, kernels = flow.cached, flow.precision, flow.kernels
-    _check(x_TK, weight)
+    cached, precision, kernels, gather = flow.cached, flow.precision, flow.kernels, flow.gather
+    _check(x_TK, weight, gather)
     if precision.linear is not LinearPrecision.fp8:
         raise ValueError("precision.linear is bf16; call bf16_linear for this layer")
     if cached.w.shape != tuple(weight.shape):
         raise ValueError(f"cached weight is {cached.w.shape}, the parameter {tuple(weight.shape)}; they must be one layer's")
+    for_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    if gather is not None and not exact_in_fp8(x_TK.shape, gather.axis, precision, for_wgrad=for_wgrad):
+        raise ValueError(
+            f"a part {tuple(x_TK.shape)} of X, cut along axis {gather.axis}, cannot be gathered in FP8 with saved_activation="
+            f"{precision.saved_activation.value}, wgrad={precision.wgrad.value}: gather X in BF16 and call without `gather`"
+        )
     if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
         if precision.dgrad is LinearPrecision.fp8 and x_TK.requires_grad and cached.w_t is None:
             raise ValueError("dgrad is fp8 but the cache holds no transposed weight; build WeightCache with keep_transposed=True")
         return _Fp8Linear.apply(x_TK, weight, flow)
-    x = kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
+    x = flow.whole_rows(kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format))
     y_TN = _to_stored_order(kernels.fprop(x, cached.w), flow.row_order)
     return kernels.swiglu(y_TN) if flow.swiglu else y_TN
 
@@ -130,7 +156,7 @@ class _Fp8Linear(torch.autograd.Function):
                 keep = [x_TK] if saved is SavedActivation.bf16 else [x.data, x.scale]
                 ctx.block = None if saved is SavedActivation.bf16 else x.block
         ctx.flow, ctx.num_kept = flow, len(keep)
-        ctx.weight_ref, ctx.num_toks = weight, x_TK.shape[0]
+        ctx.weight_ref = weight
         if ctx.needs_input_grad[0]:
             if precision.dgrad is LinearPrecision.bf16:
                 keep.append(weight)
@@ -138,7 +164,7 @@ class _Fp8Linear(torch.autograd.Function):
                 assert cached.w_t is not None, "_fp8 checks it"
                 keep += [cached.w_t.data, cached.w_t.scale]
         ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
-        y_TN = _to_stored_order(kernels.fprop(x, cached.w), flow.row_order)
+        y_TN = _to_stored_order(kernels.fprop(flow.whole_rows(x), cached.w), flow.row_order)
         ctx.save_for_backward(*keep, *([y_TN] if flow.swiglu else []))
         return kernels.swiglu(y_TN) if flow.swiglu else y_TN
 
@@ -165,11 +191,13 @@ class _Fp8Linear(torch.autograd.Function):
         elif needs_dx:
             dx = _mm(dy_TN, for_dgrad[0].t(), torch.bfloat16)
         if fp8_wgrad:
-            x_t = _saved_transposed(kept, ctx.block, precision, kernels)
+            x_t = flow.whole_transposed(_saved_transposed(kept, ctx.block, flow))
             dw = deliver_weight_gradient(ctx.weight_ref, lambda out: kernels.wgrad(dy_t, x_t, out))
         elif needs_dw:
-            x_TK = _saved_bf16(kept, ctx.block, precision, ctx.num_toks)
+            x_TK = _saved_bf16(kept, ctx.block, flow, dy_TN.shape[0])
             dw = deliver_weight_gradient(ctx.weight_ref, lambda out: _wgrad_bf16(dy_TN, x_TK, out))
+        if dx is not None and flow.gather is not None:
+            dx = flow.gather.reduce_scatter(dx)
         return dx, dw, None
 
 
@@ -194,9 +222,10 @@ class _Bf16Linear(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def _check(x_TK: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raise ValueError unless x [T, K] and weight [N, K] are BF16 matrices that fit."""
-    if x_TK.dim() != 2 or weight.dim() != 2 or x_TK.shape[1] != weight.shape[1]:
+def _check(x_TK: torch.Tensor, weight: torch.Tensor, gather: InputGather | None = None) -> None:
+    """Raise ValueError unless x [T, K], or with `gather` a part of it, and weight [N, K] are BF16 matrices that fit."""
+    shape = x_TK.shape if gather is None or x_TK.dim() != 2 else gather.whole_shape(x_TK.shape)
+    if x_TK.dim() != 2 or weight.dim() != 2 or shape[1] != weight.shape[1]:
         raise ValueError(f"linear: input {tuple(x_TK.shape)} and weight {tuple(weight.shape)} must be [T, K] and [N, K]")
     if x_TK.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
         raise ValueError(f"linear: input is {x_TK.dtype}, weight {weight.dtype}; both must be bfloat16")
@@ -233,10 +262,9 @@ def _quantize_grad(
     return dy, dy_t
 
 
-def _saved_transposed(
-    kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, kernels: Kernels
-) -> BlockScaled:
-    """X^T in FP8, [K, T128], from what the forward kept."""
+def _saved_transposed(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, flow: _Flow) -> BlockScaled:
+    """X^T in FP8, [K, T128], or this rank's part of it, from what the forward kept."""
+    precision, kernels = flow.precision, flow.kernels
     scale_format, t_block = precision.scale_format, precision.x_t_block
     if precision.saved_activation is SavedActivation.bf16:
         return kernels.quantize_dual(kept[0], dtype=E4M3, scale_format=scale_format, t_block=t_block)[1]
@@ -247,13 +275,16 @@ def _saved_transposed(
     return kernels.requantize_transposed(saved, scale_format=scale_format, t_block=t_block)
 
 
-def _saved_bf16(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, precision: GemmPrecision, num_toks: int) -> torch.Tensor:
-    """X [T, K] in BF16 from what the forward kept; FP8 copies are dequantised."""
-    if precision.saved_activation is SavedActivation.bf16:
+def _saved_bf16(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, flow: _Flow, num_toks: int) -> torch.Tensor:
+    """The whole X [T, K] in BF16 from what the forward kept; FP8 copies are gathered, then dequantised."""
+    saved = flow.precision.saved_activation
+    if saved is SavedActivation.bf16:
         return kept[0]
-    assert block is not None, precision
-    value = BlockScaled(kept[0], kept[1], block).dequantize(torch.bfloat16)
-    return value[:, :num_toks].t() if precision.saved_activation is SavedActivation.fp8_dual else value
+    assert block is not None, flow.precision
+    codes = BlockScaled(kept[0], kept[1], block)
+    if saved is SavedActivation.fp8_dual:
+        return flow.whole_transposed(codes).dequantize(torch.bfloat16)[:, :num_toks].t()
+    return flow.whole_rows(codes).dequantize(torch.bfloat16)
 
 
 def _wgrad_bf16(dy_TN: torch.Tensor, x_TK: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

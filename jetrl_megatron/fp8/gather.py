@@ -1,0 +1,125 @@
+"""X of a linear whose tensor-parallel ranks each hold a part of it: made whole as FP8 codes and scales, never as BF16.
+
+Enters: this rank's part of X, quantised. Leaves: the operand of a GEMM, [T, K] for fprop or the transposed copy [K, T128] for wgrad, with
+the bytes that quantising the whole BF16 X would give.
+Where it is exact: a scale belongs to one rank where the part is a whole number of groups along the axis that is put together, which is
+`exact_in_fp8`. Elsewhere, and where the backward reads X in BF16, the caller gathers BF16: the same numbers, more bytes.
+When: fprop's operand in the forward; wgrad's in the backward, so that a rank keeps its own part of what the forward saves, 1/TP of it.
+
+What it costs, in units of T * K bytes, scales (1/32) left out: what is gathered, and the passes over a rank's memory (the gather's writes
+and the quantiser's reads and writes among them). BF16: the whole X is gathered in BF16 and every rank quantises all of it.
+
+| X is cut along | gathered: BF16 | gathered: FP8 | memory: BF16 | memory: FP8 |
+|---|---|---|---|---|
+| K, no gradients | 2 | 1 | 9 | 3 + 3/TP |
+| K, with gradients | 2 | 1 + 1 | 10 | 4 + 4/TP |
+| T, no gradients | 2 | 1 | 5 | 1 + 3/TP |
+| T, with gradients | 2 | 1 + 1 | 6 | 4 + 4/TP |
+| either, recompute=full | 2 + 2 | 1 + 1 + 1 | | |
+
+So FP8 is gathered in training too, along either axis: as many bytes (fewer with recompute), no more passes, and 1/TP of the memory between
+forward and backward, for one launch more.
+Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one
+copy. Scales of 1x128 groups leave column-major with a leading stride rounded up to 4, zero-filled, as DeepGEMM reads them, on the CPU too;
+scales of 128x128 blocks row-major.
+Invariants: codes and scales of one gather are one launch; they travel as bytes, because NCCL has no float8; nothing waits on the host.
+Left out: which linears have a cut X (actor/linears.py), and the gradient's way back, which the caller gives.
+
+Legend: R rows, C columns of codes; T tokens, K input features of the whole X.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+# Underscored, but Megatron-core 0.16 imports it too: a torch without it could not run the rest of the actor either.
+from torch.distributed import _coalescing_manager
+
+from jetrl_megatron.config import LinearPrecision, SavedActivation
+from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.precision import GemmPrecision
+from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputGather:
+    """How the ranks of a group make X [T, K] whole, and how its gradient comes back."""
+
+    axis: int
+    """Along which X is cut: 0 tokens, 1 features."""
+    group: Any
+    """The tensor-parallel process group, of more than one rank."""
+    reduce_scatter: Callable[[torch.Tensor], torch.Tensor]
+    """From a rank's dX [T, K] BF16, a partial sum, to its own part of the sum."""
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, int]:
+        """(T, K) of X from the shape of a rank's part."""
+        shape = [part[0], part[1]]
+        shape[self.axis] *= self.group.size()
+        return shape[0], shape[1]
+
+    def rows(self, x: BlockScaled) -> BlockScaled:
+        """X in blocks 1x128 along K, [T, K], from a rank's part of it."""
+        return gather_blocks(x, self.axis, self.group)
+
+    def transposed(self, x_t: BlockScaled) -> BlockScaled:
+        """X^T as wgrad reads it, [K, T128], from a rank's part of it."""
+        return gather_blocks(x_t, 1 - self.axis, self.group)
+
+
+def exact_in_fp8(part: Sequence[int], axis: int, precision: GemmPrecision, *, for_wgrad: bool) -> bool:
+    """Whether parts that are quantised and then gathered have the bytes of the gathered X, and nothing needs X in BF16.
+
+    part: shape of a rank's X, [T/TP, K] or [T, K/TP]. axis: along which X is cut, 0 tokens or 1 features. precision: the side's switches.
+    for_wgrad: whether the weight's gradient will be asked for, which reads groups along T.
+    False for a BF16 linear; for `wgrad` and `saved_activation` both bf16; for K/TP, or with gradients T/TP, not a multiple of 128.
+    """
+    if precision.linear is LinearPrecision.bf16:
+        return False
+    if for_wgrad and precision.wgrad is LinearPrecision.bf16 and precision.saved_activation is SavedActivation.bf16:
+        return False
+    return part[axis] % GROUP == 0 or (axis == 0 and not for_wgrad)
+
+
+def gather_blocks(x: BlockScaled, axis: int, group: Any) -> BlockScaled:
+    """Every rank's matrix put together along `axis`, in rank order.
+
+    x: [R, C] in blocks 1x128 or 128x128, the same shape on every rank, a whole number of blocks along `axis`. axis: 0 or 1.
+    Returns [size * R, C] or [R, size * C].
+    """
+    assert x.shape[axis] % x.block[axis] == 0, f"{x.shape} in blocks {x.block} ends inside a block along axis {axis}"
+    by_column = x.block == ROW_BLOCK
+    stored = x.scale.t() if by_column else x.scale
+    codes, scales = _all_gather((x.data, stored), group)
+    if axis == 1:
+        # Eight codes at a time: a copy of single bytes is slow on a GPU.
+        codes = codes.view(torch.int64)
+    data = _joined(codes, axis).view(x.data.dtype)
+    scale = _joined(scales, 1 - axis if by_column else axis)
+    if by_column:
+        rows = scale.shape[1]
+        scale = (F.pad(scale, (0, -rows % 4)) if rows % 4 else scale).t()[:rows]
+    return BlockScaled(data, scale, x.block)
+
+
+def _all_gather(parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    """[size, *shape] of each tensor, all of them in one launch."""
+    whole = [torch.empty((group.size(), *part.shape), dtype=part.dtype, device=part.device) for part in parts]
+    with _coalescing_manager(group):
+        for out, part in zip(whole, parts, strict=True):
+            dist.all_gather_into_tensor(_bytes(out), _bytes(part.contiguous()), group=group)
+    return whole
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as its bytes, a view."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _joined(parts: torch.Tensor, axis: int) -> torch.Tensor:
+    """[size, R, C] -> [size * R, C], a view, or [R, size * C], a copy."""
+    return parts.flatten(0, 1) if axis == 0 else torch.cat(parts.unbind(0), dim=1)
