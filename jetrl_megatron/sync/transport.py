@@ -62,9 +62,9 @@ class StageRecord:
             yield name, tensor
 
     def share(self) -> Share:
-        """Return what rank 0 needs to know."""
-        prints = self._prints
-        return {"names": self._names, "expected": prints.expected, "unsigned": prints.unsigned, "algorithm": prints.algorithm}
+        """Wait for the hashes and return what rank 0 needs to know."""
+        expected, unsigned = self._prints.take()
+        return {"names": self._names, "expected": expected, "unsigned": unsigned, "algorithm": self._prints.algorithm}
 
 
 def merge_shares(wire: StageWire, shares: list[Share], directory: Path, step: int, has_weights: bool) -> Published:
