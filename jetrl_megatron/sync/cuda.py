@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import RunGroup
@@ -66,7 +67,7 @@ class NcclTransport(MemoryTransport):
             self._communicator.destroy()
         self._communicator, self._members = None, ()
 
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
         """Broadcast while every server receives. See `Transport.push`."""
         shares = self._group.to_first(self._hash(wire) if wire.replica == 0 else None)
         if pool is None:
@@ -75,8 +76,11 @@ class NcclTransport(MemoryTransport):
             return None
         assert shares is not None
         published = self._published(wire, [s for s in shares if s is not None], step)
+        laps.lap("hash")
         clients = pool.start(published)
+        laps.lap("boot")
         self._join(clients)
+        laps.lap("join")
         names, dtypes, shapes = _described(wire, shares)
         update = {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
 

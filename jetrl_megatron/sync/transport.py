@@ -20,6 +20,7 @@ from conversion.quantization_config import quantization_config
 from conversion.shards import hf_tensors
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.fingerprint import algorithm_for
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Fingerprints, Published, Rectangles
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.wire import StageWire
@@ -31,10 +32,11 @@ Share = dict[str, Any]
 class Transport(Protocol):
     """Brings one version to every server. `push` is called on all ranks together."""
 
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
         """Send, load and verify; returns the version on rank 0, None elsewhere.
 
-        Raises on rank 0 and on the rank where it happened: WeightMismatch naming tensors, RuntimeError where no server is left.
+        laps: gets the parts of a push that are not the pool's. Raises on rank 0 and on the rank where it happened: WeightMismatch naming
+        tensors, RuntimeError where no server is left.
         """
         ...
 

@@ -19,6 +19,7 @@ from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop import ahead, vllm_setup
 from jetrl_megatron.rollout.background_draw import BackgroundDraw
 from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
+from jetrl_megatron.rollout.vllm_pool import PoolCounts
 from jetrl_megatron.sync.publish import Publisher
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ class FakePool:
         self.beside, self.asked, self.learning = False, threading.Event(), threading.Event()
         self.failure: Exception | None = None
         self.servers: list[int] = [0, 1]
+        self.counts = PoolCounts()
 
     def update(self, published: Any, load: Any) -> None:
         self.digest, self.version, self.servers = published.version.sha256, published.version.step, [0, 1]
