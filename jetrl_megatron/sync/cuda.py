@@ -93,7 +93,8 @@ class NcclTransport(MemoryTransport):
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
             arguments = {"group": self._communicator, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
-            NCCLWeightTransferEngine.trainer_send_weights(_from_stages(wire), arguments)
+            tensors = made_on(torch.cuda.current_stream(wire.device), _from_stages(wire))
+            NCCLWeightTransferEngine.trainer_send_weights(tensors, arguments)
             torch.cuda.synchronize()
 
         beside(lambda: pool.update(published, load), broadcast)
@@ -145,6 +146,23 @@ def _from_stages(wire: StageWire) -> Iterator[tuple[str, Tensor]]:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=wire.device)
             dist.recv(tensor.view(torch.uint8), src=leader)
             yield name, tensor
+
+
+def made_on(home: torch.cuda.Stream, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Make every tensor of `stream` on the CUDA stream `home`, whichever is current where it is taken; that one waits for it.
+
+    vLLM's sender takes tensors on two CUDA streams in turn, and a bucket of the wire outlives a turn: its bytes, put there on one, would be
+    read on the other, and its memory be used again, with nothing in between that waits.
+    """
+    while True:
+        with torch.cuda.stream(home):
+            made = next(stream, None)
+        if made is None:
+            return
+        taker = torch.cuda.current_stream(home.device)
+        taker.wait_stream(home)
+        made[1].record_stream(taker)
+        yield made
 
 
 def _send_to_first(wire: StageWire) -> None:
