@@ -151,7 +151,7 @@ class Watch:
 def run(folder: str, trouble: tuple[int, str] = (0, "")) -> dict[str, Any]:
     """Train; returns how it ended on this rank, in which order things happened and whether a draw that was left had ended."""
     watch = Watch(trouble)
-    vllm_setup.check_vllm = lambda recipe, actor: None
+    vllm_setup.check_vllm = lambda recipe, cfg, actor: None
     vllm_setup._pool = lambda *parts: watch.pool  # type: ignore[assignment]
     recipe = load_recipe(ROOT / "recipes" / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml", [*SMALL, f"run.dir={folder}"])
     ended: Any

@@ -69,6 +69,23 @@ def test_no_width_gap_or_address_changes_a_sum(rows, cols, gap, at, dtype):
     assert "mix:" + "".join(f"{(s + num_bytes) % 2**64:016x}" for s in sums.tolist()) == fingerprint(part, "mix")
 
 
+def test_what_is_read_at_once_begins_at_a_multiple_of_its_size(monkeypatch):
+    """A CPU reads at any address; a GPU does not."""
+    launched = []
+
+    class Launches:
+        def __getitem__(self, grid):
+            return lambda raw, *rest, UNIT, **options: launched.append((raw.data_ptr(), rest[7], rest[8], UNIT))
+
+    monkeypatch.setattr(triton_fingerprint, "mix_kernel", Launches())
+    base = words(0, 64 * 80).view(64, 80)
+    parts = [base, base[:, 8:24], base[:, 4:20], base[:, 2:18], base[:, 1:17], base[:, :12], base.view(-1)[4:12], base.view(-1)[6:]]
+    for part in parts:
+        triton_fingerprint.add_mixed_sums(part, module.LANES, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    assert [unit for *_, unit in launched] == [8, 8, 4, 2, 1, 4, 4, 2]
+    assert all(address % unit == row_bytes % unit == stride % unit == 0 for address, row_bytes, stride, unit in launched)
+
+
 @pytest.mark.parametrize("programs", [1, 2, 3, 1000])
 def test_sums_do_not_depend_on_how_tiles_fall_to_programs(kernel, monkeypatch, programs):
     monkeypatch.setattr(triton_fingerprint, "PROGRAMS", programs)
