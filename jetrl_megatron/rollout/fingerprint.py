@@ -84,6 +84,7 @@ class Hashing:
         row = len(self._queued) % _FETCHED_TOGETHER
         if row == 0:
             self._sums.append(torch.zeros((_FETCHED_TOGETHER, 2), dtype=torch.int64, device=tensor.device))
+        assert tensor.device == self._sums[-1].device, (tensor.device, self._sums[-1].device)
         add_mixed_sums(tensor, LANES, self._sums[-1][row])
         self._queued.append((key, tensor.numel() * tensor.element_size()))
         self._done[key] = ""  # its place in the order

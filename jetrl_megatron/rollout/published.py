@@ -36,7 +36,7 @@ class Published:
     expected: tuple[Rectangles, ...] = field(repr=False)
     """By engine rank."""
     unsigned: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Fingerprints with negative zeros made positive, of the rectangles that hold any."""
+    """Fingerprints with negative zeros made positive, of the rectangles that hold any; empty for `mix`, whose engines see every zero."""
 
 
 def rectangle_name(name: str, rows: tuple[int, int], cols: tuple[int, int]) -> str:
