@@ -50,6 +50,9 @@ class FakePool:
     def blank(self) -> bool:
         return not self.servers
 
+    def asleep(self) -> bool:
+        return False
+
     def ready(self) -> list[int]:
         if self.closed:
             raise RunFailure("the engine servers were stopped")
