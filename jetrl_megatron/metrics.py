@@ -1,8 +1,9 @@
 """One record a step, to everybody who wants it: the JSONL file, TensorBoard, W&B and the progress line.
 
 Enters: `log(kind, step, values)` on rank 0. Leaves: the durable record (`run/records.py`), scalars under `kind/name`, and one printed line.
-A "step" record must hold the names in STEP_KEYS; "seconds" maps phase to seconds (`run/phases.py`). TensorBoard runs where it is installed;
-W&B only when asked for, and then it is an error that it is missing.
+A "step" record must hold the names in STEP_KEYS; "seconds" maps phase to seconds (`run/phases.py`), and with vLLM servers "push_seconds"
+maps the parts of the step's weight push, all of them in the phase "sync", to seconds (`rollout/laps.py`). TensorBoard runs where it is
+installed; W&B only when asked for, and then it is an error that it is missing.
 """
 
 import json

@@ -114,7 +114,8 @@ def _step(session: Session, metrics: Metrics | None, step: int) -> None:
         seconds[BESIDE] = begun.draw.seconds
     if metrics is not None:
         counts = {"version": session.actor.version, "reward_failures": rollouts.reward_failures}
-        metrics.log("step", step, {**values, **counts, "seconds": seconds})
+        parts = {"push_seconds": session.publisher.parts} if session.publisher is not None else {}
+        metrics.log("step", step, {**values, **counts, "seconds": seconds, **parts})
 
 
 def rest(session: Session) -> None:

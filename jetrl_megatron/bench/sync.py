@@ -1,7 +1,8 @@
 """`jetrl bench sync`: seconds of a weight push from the actor to every server, verification included, FP8 against BF16 in one run.
 
-Enters: a recipe. Leaves: one row an arm: bytes, seconds (median), and on CUDA the time that the bytes need at the measured copy bandwidth
-of one GPU with the ratio to it. The first push starts the servers and is not counted. Checked: every push verifies every tensor.
+Enters: a recipe. Leaves: one row an arm: bytes, seconds (median), the median of each part of a push (rollout/laps.py: `hash_s`, `load_s`,
+`verify_s` and so on), and on CUDA the time that the bytes need at the measured copy bandwidth of one GPU with the ratio to it. The first
+push starts the servers and is not counted. Checked: every push verifies every tensor.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import torch
 from jetrl_megatron.bench.engine_arms import Record, parser, positive, run_arms
 from jetrl_megatron.bench.timing import copy_bandwidth
 from jetrl_megatron.loop.setup import Session
+from jetrl_megatron.rollout.laps import PARTS
 from jetrl_megatron.sync.wire import StageWire
 
 
@@ -30,12 +32,13 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
     assert publisher is not None
     publisher.push()
     started_s = publisher.seconds
-    seconds = []
+    seconds, parts = [], []
     for _ in range(args.pushes):
         session.engine.rest()  # as in a step; not counted
         session.actor.version += 1
         publisher.push()
         seconds.append(publisher.seconds)
+        parts.append(publisher.parts)
     num_bytes = wire_bytes(StageWire(session.actor))
     record: Record = {
         "gib": num_bytes / 2**30,
@@ -45,6 +48,7 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
         "start_s": started_s,
         "pushes": args.pushes,
     }
+    record |= {f"{part}_s": statistics.median(push.get(part, 0.0) for push in parts) for part in PARTS if part in parts[-1]}
     if session.device.type == "cuda":
         # A copy reads and writes each byte once: half of the traffic is what arrives.
         wanted_s = num_bytes / (copy_bandwidth() / 2)

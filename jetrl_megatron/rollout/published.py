@@ -17,7 +17,7 @@ from conversion.layout import BLOCK, ParallelLayout, check_layout_of
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import Piece, StoredTensor, vllm_tensors
 from jetrl_megatron.contracts import WeightVersion
-from jetrl_megatron.rollout.fingerprint import Algorithm, fingerprint, unsigned_zero
+from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
 
 Rectangles = dict[str, str]
 """Rectangle name -> fingerprint."""
@@ -36,7 +36,7 @@ class Published:
     expected: tuple[Rectangles, ...] = field(repr=False)
     """By engine rank."""
     unsigned: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Fingerprints with negative zeros made positive, of the rectangles that hold any."""
+    """Fingerprints with negative zeros made positive, of the rectangles that hold any; empty for `mix`, whose engines see every zero."""
 
 
 def rectangle_name(name: str, rows: tuple[int, int], cols: tuple[int, int]) -> str:
@@ -63,7 +63,7 @@ def engine_pieces(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list
 
 
 class Fingerprints:
-    """Collects the fingerprints of canonical tensors while they stream by.
+    """Collects the fingerprints of canonical tensors while they stream by, on one stream of the device; see `fingerprint.Hashing`.
 
     arch, tp, fp8: the engines' model, TP degree and FP8 linears. algorithm: how bytes are hashed.
     """
@@ -71,8 +71,8 @@ class Fingerprints:
     def __init__(self, arch: ModelArchitecture, tp: int, fp8: frozenset[str], algorithm: Algorithm) -> None:
         """Plan which rectangles of which tensor are hashed for which rank."""
         self.algorithm = algorithm
-        self.unsigned: Rectangles = {}
-        self.expected: list[Rectangles] = [{} for _ in range(tp)]
+        self._hashing, self._unsigned = Hashing(algorithm), Hashing(algorithm)
+        self._keys: list[list[str]] = [[] for _ in range(tp)]
         self._wanted: dict[str, list[tuple[int, Piece]]] = {}
         for rank, pieces in enumerate(engine_pieces(arch, tp, fp8)):
             for _, piece in pieces:
@@ -81,22 +81,27 @@ class Fingerprints:
     def add(self, name: str, tensor: Tensor) -> None:
         """Hash the rectangles of one canonical tensor; scales come under their own name, `X.weight_scale_inv`."""
         is_scale = name.endswith(SCALE_SUFFIX)
-        known: Rectangles = {}
         for rank, piece in self._wanted[name.removesuffix(SCALE_SUFFIX) if is_scale else name]:
             rows, cols = (in_blocks(piece.rows), in_blocks(piece.cols)) if is_scale else (piece.rows, piece.cols)
             key = rectangle_name(name, rows, cols)
-            if key not in known:
+            if key not in self._hashing:
                 part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
-                known[key] = fingerprint(part, self.algorithm)
+                self._hashing.add(key, part)
                 self._note_negative_zeros(key, part)
-            self.expected[rank][key] = known[key]
+            self._keys[rank].append(key)
 
     def _note_negative_zeros(self, key: str, part: Tensor) -> None:
-        if part.dtype is not torch.bfloat16:
+        """Hash a rectangle without its negative zeros too, where it has any: only engines on a CPU, where sha256 is used, lose them."""
+        if self.algorithm != "sha256" or part.dtype is not torch.bfloat16:
             return
         plain = unsigned_zero(part)
         if not torch.equal(plain.view(torch.int16), part.contiguous().view(torch.int16)):
-            self.unsigned[key] = fingerprint(plain, self.algorithm)
+            self._unsigned.add(key, plain)
+
+    def take(self) -> tuple[list[Rectangles], Rectangles]:
+        """Wait for the device and return `Published.expected` and `Published.unsigned` of all tensors so far."""
+        texts = self._hashing.texts()
+        return [{key: texts[key] for key in keys} for keys in self._keys], self._unsigned.texts()
 
 
 def differences(published: Published, rank: int, held: Mapping[str, str], unsigned_zeros: Iterable[str] = ()) -> list[str]:

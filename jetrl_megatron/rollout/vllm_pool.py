@@ -15,7 +15,6 @@ One process of the run owns the pool (global rank 0).
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,10 +23,11 @@ from typing import Any, Literal
 
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.failure import RunFailure
+from jetrl_megatron.rollout.laps import Laps, slowest
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import Drawn, EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_server import VllmServer
-from jetrl_megatron.rollout.vllm_verify import verify_buffers, verify_weights
+from jetrl_megatron.rollout.vllm_verify import verify_weights
 
 _LOG = logging.getLogger(__name__)
 State = Literal["off", "starting", "blank", "ready", "pushing", "asleep", "lost"]
@@ -59,6 +59,7 @@ class _Member:
     started_on: Path | None = None
     """The weights that it was started with, until it is verified."""
     problem: str = ""
+    laps: Laps = field(default_factory=Laps)
 
 
 @dataclass(kw_only=True)
@@ -66,7 +67,8 @@ class PoolCounts:
     """What happened since the pool began."""
 
     restarts: int = 0
-    push_s: list[float] = field(default_factory=list)
+    push_s: dict[str, float] = field(default_factory=dict)
+    """Of the last push, by part (laps.PARTS)."""
 
 
 class ServerPool:
@@ -84,11 +86,9 @@ class ServerPool:
         assert members, "a pool needs a server"
         self._members = [_Member(number=i, server=s, client=c) for i, (s, c) in enumerate(members)]
         self._config, self._limits = model_config, limits
-        self._lock = threading.RLock()
+        self._lock, self.counts = threading.RLock(), PoolCounts()
         self._published: Published | None = None
-        self._version = -1
-        self._closed = False
-        self.counts = PoolCounts()
+        self._version, self._closed = -1, False
 
     @property
     def version(self) -> int:
@@ -146,26 +146,25 @@ class ServerPool:
     def update(self, published: Published, load: Load, left_out: Callable[[], None] = lambda: None) -> None:
         """Bring every server to `published`, verified; only then the pool's version is its version.
 
-        load: called in one thread a server, at the same time. left_out: called for each server of `start` that is not loaded after all,
-        because it is gone before, for a `load` that waits for the others. A server that dies on the way is restarted on the published
-        directory. Raises WeightMismatch naming tensors, or RunFailure where no server is left.
+        load: called in one thread a server, at the same time. left_out: called for each server of `start` that is gone before its load, for
+        a `load` that waits for the others. A server that dies on the way is restarted on the published directory. Raises WeightMismatch
+        naming tensors, or RunFailure where no server is left.
         """
-        start_s = time.monotonic()
+        laps = Laps()
         live = [m for m in self._members if m.state != "lost"]
         self.start(published)
+        laps.lap("boot")
         for _ in [m for m in live if m.state == "lost"]:
             left_out()
         self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load, left_out)))
         self._await_restarts()
-        self.ready()
-        self._version = published.version.step
-        self.counts.push_s.append(time.monotonic() - start_s)
+        laps.add(slowest(self._members[number].laps for number in self.ready()))
+        self._version, self.counts.push_s = published.version.step, laps.seconds
 
     def rest(self) -> None:
         """Put every server to sleep: none answers until the next `update` has verified it.
 
-        One that is coming back comes back first. One that does not answer is stopped, so that its memory is free too; the next push starts
-        it anew.
+        One that is coming back comes back first. One that does not answer is stopped, to free its memory; the next push starts it anew.
         """
         self._await_restarts()
         self._each(lambda m: m.state in ("ready", "blank"), self._lay_down)
@@ -208,7 +207,7 @@ class ServerPool:
 
     def _bring(self, member: _Member, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load one live server, unless it was started on these very weights, and verify it."""
-        client, awaited = member.client, True
+        client, awaited, member.laps = member.client, True, Laps()
         assert client is not None, member.number
         try:
             with self._lock:
@@ -220,8 +219,10 @@ class ServerPool:
                 client.wake("weights", self._limits.push_timeout_s)
             if member.started_on != published.directory:
                 client.pause(self._limits.push_timeout_s)
+                member.laps.lap("pause")
                 awaited = False
                 load(client, published)
+                member.laps.lap("load")
         finally:
             if awaited:
                 left_out()
@@ -232,19 +233,16 @@ class ServerPool:
         """Verify, wake the KV cache of a server that slept, empty the prefix cache and let the server serve."""
         client = member.client
         assert client is not None
-        client.rpc("jetrl_after_load", {}, self._limits.push_timeout_s)
-        self._verify(member.number, client, published)
+        name, timeout_s = f"engine server {member.number}", self._limits.push_timeout_s
+        verify_weights(name, client, published, self._config, timeout_s, refresh=True, slept=slept)
+        member.laps.lap("verify")
         if slept:
-            verify_buffers(f"engine server {member.number}", client, self._limits.push_timeout_s)
-            client.wake("kv_cache", self._limits.push_timeout_s)
+            client.wake("kv_cache", timeout_s)
         client.reset_prefix_cache()
         client.resume()
+        member.laps.lap("admit")
         with self._lock:
             member.state = "ready"
-
-    def _verify(self, number: int, client: EngineClient, published: Published) -> None:
-        """Raise WeightMismatch where a server computes with other weights than `published`."""
-        verify_weights(f"engine server {number}", client, published, self._config, self._limits.push_timeout_s)
 
     def _restart(self, member: _Member) -> None:
         """Begin to bring a dead server back; the lock is held."""
@@ -261,8 +259,10 @@ class ServerPool:
         """Start a server anew on the current weights; runs in its own thread."""
         published = self._published
         assert published is not None
+        member.laps = Laps()
         try:
             self._boot(member, published)
+            member.laps.lap("boot")
             if member.started_on is not None:
                 self._admit(member, published)
             else:

@@ -1,7 +1,8 @@
 """What an engine server computes with against what the actor published: the check that every server passes before it serves.
 
 Enters: a live server, `Published`. Leaves: nothing, or WeightMismatch naming tensors. Every rectangle of every canonical tensor is
-compared, on every rank; after a sleep the buffers too, which no checkpoint holds and the server itself must have kept.
+compared, on every rank; after a sleep the buffers too (rope tables), which no checkpoint holds and the server itself must have kept.
+One call of the server does all of it.
 """
 
 from typing import Any
@@ -15,12 +16,16 @@ class WeightMismatch(RunFailure):
     """An engine does not hold what the actor published."""
 
 
-def verify_weights(server: str, client: EngineClient, published: Published, config: dict[str, Any], timeout_s: float) -> None:
+def verify_weights(
+    server: str, client: EngineClient, published: Published, config: dict[str, Any], timeout_s: float, *, refresh: bool, slept: bool
+) -> None:
     """Compare what every rank computes with, tensor by tensor.
 
-    server: its name in errors. config: the engines' config.json. Raises WeightMismatch naming tensors.
+    server: its name in errors. config: the engines' config.json. refresh, slept: see `WeightReader.jetrl_fingerprints`. Raises
+    WeightMismatch naming tensors, or the buffers of a server that slept.
     """
-    reports = client.rpc("jetrl_fingerprints", {"config": config, "algorithm": published.algorithm}, timeout_s)
+    asked = {"config": config, "algorithm": published.algorithm, "refresh": refresh, "slept": slept}
+    reports = client.rpc("jetrl_fingerprints", asked, timeout_s)
     ranks = sorted(report["rank"] for report in reports)
     if ranks != list(range(len(published.expected))):
         raise WeightMismatch(f"{server} has ranks {ranks}, expected {len(published.expected)} of them")
@@ -31,11 +36,6 @@ def verify_weights(server: str, client: EngineClient, published: Published, conf
     ]
     if lines:
         raise WeightMismatch(f"{server} does not hold version {published.version.step}: {summary(lines)}")
-
-
-def verify_buffers(server: str, client: EngineClient, timeout_s: float) -> None:
-    """Compare buffers (rope tables) with what they were at the server's start; raises WeightMismatch naming them."""
-    reports = client.rpc("jetrl_changed_buffers", {}, timeout_s)
-    lines = [f"rank {rank}: buffer {name} differs" for rank, changed in enumerate(reports) for name in changed]
+    lines = [f"rank {report['rank']}: buffer {name} differs" for report in reports for name in report["changed_buffers"]]
     if lines:
         raise WeightMismatch(f"{server} did not wake as it went to sleep: {summary(lines)}")

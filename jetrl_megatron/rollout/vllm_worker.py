@@ -25,7 +25,7 @@ from jetrl_megatron.rollout.compat import (
     worker_model,
     worker_tp_rank,
 )
-from jetrl_megatron.rollout.fingerprint import Algorithm, algorithm_for, fingerprint, unsigned_zero
+from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
 from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name
 from jetrl_megatron.rollout.vllm_plugin import registered
 
@@ -42,11 +42,6 @@ class WeightReader:
             raise RuntimeError("vLLM did not load the plugin jetrl: is it missing in VLLM_PLUGINS?")
         self._jetrl_buffers = _buffers(worker_model(self))
         prepare_device()
-
-    def jetrl_changed_buffers(self) -> list[str]:
-        """Return the names of buffers (what the model computes with and no checkpoint holds) that are not what they were at the start."""
-        held = _buffers(worker_model(self))
-        return sorted(name for name in held.keys() | self._jetrl_buffers.keys() if held.get(name) != self._jetrl_buffers.get(name))
 
     @torch.no_grad()
     def jetrl_begin_load(self) -> None:
@@ -66,17 +61,16 @@ class WeightReader:
         end_reload(worker_model(self), self)
 
     @torch.no_grad()
-    def jetrl_after_load(self) -> None:
-        """Bring what vLLM derives from weights, and does not derive again at a reload, up to date."""
-        refresh_tied_head(worker_model(self))
+    def jetrl_fingerprints(self, config: dict[str, Any], algorithm: str, refresh: bool, slept: bool) -> dict[str, Any]:
+        """Return `rank`, `held` (rectangle -> fingerprint), `unsigned_zeros` (rectangle names), `fp8_linears` and `changed_buffers`.
 
-    @torch.no_grad()
-    def jetrl_fingerprints(self, config: dict[str, Any], algorithm: str) -> dict[str, Any]:
-        """Return `rank`, `held` (rectangle -> fingerprint), `unsigned_zeros` (rectangle names) and `fp8_linears`.
-
-        config: the model's config.json, as the actor reads it. algorithm: see fingerprint.py.
+        config: the model's config.json, as the actor reads it. algorithm: see fingerprint.py. refresh: first bring up to date what vLLM
+        derives from weights and does not derive again at a reload. slept: name the buffers too (what the model computes with and no
+        checkpoint holds) that are not what they were at the start.
         """
         model = worker_model(self)
+        if refresh:
+            refresh_tied_head(model)
         arch = ModelArchitecture.from_hf_config(config)
         tp = cast(Any, self).parallel_config.tensor_parallel_size
         rank = worker_tp_rank()
@@ -84,13 +78,26 @@ class WeightReader:
         fp8 = fp8_linears(model)
         for stored, piece in engine_pieces(arch, tp, fp8)[rank]:
             reader.read(stored, piece)
-        if arch.tie_embeddings:
-            reader.check_tied_head()
-        return {"rank": rank, "held": reader.held, "unsigned_zeros": reader.unsigned_zeros, "fp8_linears": len(fp8)}
+        held = reader.held(arch.tie_embeddings)
+        changed = _changed(self._jetrl_buffers, _buffers(model)) if slept else []
+        return {
+            "rank": rank,
+            "held": held,
+            "unsigned_zeros": reader.unsigned_zeros,
+            "fp8_linears": len(fp8),
+            "changed_buffers": changed,
+        }
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, str]:
-    return {name: fingerprint(buffer, algorithm_for(buffer.device)) for name, buffer in model.named_buffers()}
+    hashing = Hashing()
+    for name, buffer in model.named_buffers():
+        hashing.add(name, buffer)
+    return hashing.texts()
+
+
+def _changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
 def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
@@ -109,9 +116,8 @@ class _Reader:
     """Reads tensors of one model, each once, and hashes their rectangles."""
 
     def __init__(self, model: torch.nn.Module, algorithm: Algorithm) -> None:
-        self.held: dict[str, str] = {}
         self.unsigned_zeros: list[str] = []
-        self._model, self._algorithm = model, algorithm
+        self._model, self._hashing = model, Hashing(algorithm)
         self._last: tuple[str, Tensor, bool] | None = None
 
     def read(self, stored: StoredTensor, piece: Piece) -> None:
@@ -124,19 +130,26 @@ class _Reader:
             part = scales[slice(*in_blocks(rows)), slice(*in_blocks(cols))]
             self._note(rectangle_name(piece.hf + SCALE_SUFFIX, in_blocks(piece.rows), in_blocks(piece.cols)), part, False)
 
-    def check_tied_head(self) -> None:
-        """Hold the embedding's rectangle to what the head multiplies by, where that is a copy: one that is stale fails the push."""
+    def held(self, tied: bool) -> dict[str, str]:
+        """Return the rectangles read so far; waits for the device.
+
+        tied: hold the embedding's to what the head multiplies by, where that is a copy: one that is stale fails the push.
+        """
+        texts = self._hashing.texts()
+        if tied and self._head_is_stale():
+            texts |= {key: "the tied head multiplies by another copy" for key in texts if key.startswith(EMBEDDING)}
+        return texts
+
+    def _head_is_stale(self) -> bool:
         head: Any = self._model.lm_head
         if not has_packed_head(head):
-            return
+            return False
         rows, _ = held_weight(head, "weight")
         table = unsigned_zero(embedding_rows(self._model.get_submodule(EMBEDDING.removesuffix(".weight"))))
-        if not torch.equal(rows.view(torch.int16), table.view(torch.int16)):
-            for key in [k for k in self.held if k.startswith(EMBEDDING)]:
-                self.held[key] = "the tied head multiplies by another copy"
+        return not torch.equal(rows.view(torch.int16), table.view(torch.int16))
 
     def _note(self, key: str, part: Tensor, unsigned: bool) -> None:
-        self.held[key] = fingerprint(part, self._algorithm)
+        self._hashing.add(key, part)
         if unsigned:
             self.unsigned_zeros.append(key)
 

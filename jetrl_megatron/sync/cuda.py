@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import RunGroup
@@ -66,7 +67,7 @@ class NcclTransport(MemoryTransport):
             self._communicator.destroy()
         self._communicator, self._members = None, ()
 
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
         """Broadcast while every server receives. See `Transport.push`."""
         shares = self._group.to_first(self._hash(wire) if wire.replica == 0 else None)
         if pool is None:
@@ -75,8 +76,11 @@ class NcclTransport(MemoryTransport):
             return None
         assert shares is not None
         published = self._published(wire, [s for s in shares if s is not None], step)
+        laps.lap("hash")
         clients = pool.start(published)
+        laps.lap("boot")
         self._join(clients)
+        laps.lap("join")
         names, dtypes, shapes = _described(wire, shares)
         update = {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
 
@@ -89,7 +93,8 @@ class NcclTransport(MemoryTransport):
             from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
             arguments = {"group": self._communicator, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
-            NCCLWeightTransferEngine.trainer_send_weights(_from_stages(wire), arguments)
+            tensors = made_on(torch.cuda.current_stream(wire.device), _from_stages(wire))
+            NCCLWeightTransferEngine.trainer_send_weights(tensors, arguments)
             torch.cuda.synchronize()
 
         beside(lambda: pool.update(published, load), broadcast)
@@ -141,6 +146,23 @@ def _from_stages(wire: StageWire) -> Iterator[tuple[str, Tensor]]:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=wire.device)
             dist.recv(tensor.view(torch.uint8), src=leader)
             yield name, tensor
+
+
+def made_on(home: torch.cuda.Stream, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Make every tensor of `stream` on the CUDA stream `home`, whichever is current where it is taken; that one waits for it.
+
+    vLLM's sender takes tensors on two CUDA streams in turn, and a bucket of the wire outlives a turn: its bytes, put there on one, would be
+    read on the other, and its memory be used again, with nothing in between that waits.
+    """
+    while True:
+        with torch.cuda.stream(home):
+            made = next(stream, None)
+        if made is None:
+            return
+        taker = torch.cuda.current_stream(home.device)
+        taker.wait_stream(home)
+        made[1].record_stream(taker)
+        yield made
 
 
 def _send_to_first(wire: StageWire) -> None:

@@ -19,6 +19,7 @@ from conversion.files import SafetensorsFile, ShardWriter, TensorSpec
 from conversion.targets import hf_index
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import RunGroup
@@ -42,7 +43,7 @@ class DiskTransport:
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True, mode=0o700)
 
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
         """Write a version, let every server reload and verify it, then remove the one before. See `Transport.push`."""
         final = self._root / f"v{step:08d}"
         partial = final.with_name(final.name + ".part")
@@ -56,6 +57,7 @@ class DiskTransport:
         assert shares is not None
         published = merge_shares(wire, [s for s in shares if s is not None], final, step, has_weights=True)
         self._publish(wire, partial, final)
+        laps.lap("write")
         pool.update(published, self._load)
         for old in self._root.iterdir():
             if old != final:

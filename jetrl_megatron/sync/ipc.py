@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.bucket import Bucket, fill_buckets, gpu_name, show_buffer
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_pool import ServerPool
@@ -27,7 +28,7 @@ _BUFFER_BYTES = 512 * 2**20
 class IpcTransport(MemoryTransport):
     """Transport by CUDA IPC to servers all of whose workers run on the actor's GPUs."""
 
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
         """Show every bucket to the servers. See `Transport.push`.
 
         Raises ValueError where the actor has pipeline stages.
@@ -41,7 +42,9 @@ class IpcTransport(MemoryTransport):
             return None
         assert shares is not None
         published = self._published(wire, shares[:1], step)
+        laps.lap("hash")
         relay = self._start(pool, published)
+        laps.lap("boot")
 
         def load(client: EngineClient, _: Published) -> None:
             begun = False

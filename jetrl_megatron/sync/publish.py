@@ -5,12 +5,12 @@ completions drawn from now on carry. Happens-before: the version is returned, on
 """
 
 import logging
-import time
 
 import torch
 
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.vllm_engine import RunGroup
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.transport import Transport
@@ -44,13 +44,15 @@ class Publisher:
         """What the servers were last verified to hold."""
         self.seconds = 0.0
         """Of the last push."""
+        self.parts: dict[str, float] = {}
+        """The same by part (rollout/laps.py), the pool's on rank 0 alone."""
 
     def push(self) -> WeightVersion:
         """Bring every server to the actor's current weights and verify it; collective.
 
         Raises RuntimeError on every rank where it fails: rank 0's names the server and the tensors. The version then stays what it was.
         """
-        start_s = time.monotonic()
+        laps = Laps()
         step = self._actor.version
         if self.version is not None and step < self.version.step:
             raise RuntimeError(f"version {step} would follow {self.version.step}; versions only grow")
@@ -59,7 +61,7 @@ class Publisher:
         done: WeightVersion | None = None
         failure: Exception | None = None
         try:
-            done = self._transport.push(self._wire, self._pool, step)
+            done = self._transport.push(self._wire, self._pool, step, laps)
         except (ValueError, RuntimeError) as error:
             if self._group.rank != 0:
                 raise
@@ -67,8 +69,12 @@ class Publisher:
         word = ("done", done) if failure is None else ("failed", (False, str(failure)))
         version = self._group.result_of(self._group.from_first(word), failure)
         assert isinstance(version, WeightVersion) and version.step == step, (version, step)
-        self.version, self.seconds = version, time.monotonic() - start_s
-        _LOG.info("version %d (%s) is on every server after %.2f s", step, version.sha256[:12], self.seconds)
+        if self._pool is not None:
+            laps.add(self._pool.counts.push_s)
+        self.version, self.parts = version, laps.with_rest()
+        self.seconds = sum(self.parts.values())
+        parts = ", ".join(f"{part} {value:.2f}" for part, value in self.parts.items())
+        _LOG.info("version %d (%s) is on every server after %.2f s: %s", step, version.sha256[:12], self.seconds, parts)
         return version
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from conversion.quantization_config import quantization_config
 from conversion.shards import hf_tensors
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.fingerprint import algorithm_for
+from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Fingerprints, Published, Rectangles
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.wire import StageWire
@@ -31,10 +32,11 @@ Share = dict[str, Any]
 class Transport(Protocol):
     """Brings one version to every server. `push` is called on all ranks together."""
 
-    def push(self, wire: StageWire, pool: ServerPool | None, step: int) -> WeightVersion | None:
+    def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
         """Send, load and verify; returns the version on rank 0, None elsewhere.
 
-        Raises on rank 0 and on the rank where it happened: WeightMismatch naming tensors, RuntimeError where no server is left.
+        laps: gets the parts of a push that are not the pool's. Raises on rank 0 and on the rank where it happened: WeightMismatch naming
+        tensors, RuntimeError where no server is left.
         """
         ...
 
@@ -62,9 +64,9 @@ class StageRecord:
             yield name, tensor
 
     def share(self) -> Share:
-        """Return what rank 0 needs to know."""
-        prints = self._prints
-        return {"names": self._names, "expected": prints.expected, "unsigned": prints.unsigned, "algorithm": prints.algorithm}
+        """Wait for the hashes and return what rank 0 needs to know."""
+        expected, unsigned = self._prints.take()
+        return {"names": self._names, "expected": expected, "unsigned": unsigned, "algorithm": self._prints.algorithm}
 
 
 def merge_shares(wire: StageWire, shares: list[Share], directory: Path, step: int, has_weights: bool) -> Published:

@@ -19,6 +19,7 @@ from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop import ahead, vllm_setup
 from jetrl_megatron.rollout.background_draw import BackgroundDraw
 from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
+from jetrl_megatron.rollout.vllm_pool import PoolCounts
 from jetrl_megatron.sync.publish import Publisher
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ class FakePool:
         self.beside, self.asked, self.learning = False, threading.Event(), threading.Event()
         self.failure: Exception | None = None
         self.servers: list[int] = [0, 1]
+        self.counts = PoolCounts()
 
     def update(self, published: Any, load: Any) -> None:
         self.digest, self.version, self.servers = published.version.sha256, published.version.step, [0, 1]
@@ -47,6 +49,9 @@ class FakePool:
 
     def blank(self) -> bool:
         return not self.servers
+
+    def asleep(self) -> bool:
+        return False
 
     def ready(self) -> list[int]:
         if self.closed:
@@ -149,7 +154,7 @@ class Watch:
 def run(folder: str, trouble: tuple[int, str] = (0, "")) -> dict[str, Any]:
     """Train; returns how it ended on this rank, in which order things happened and whether a draw that was left had ended."""
     watch = Watch(trouble)
-    vllm_setup.check_vllm = lambda recipe, actor: None
+    vllm_setup.check_vllm = lambda recipe, cfg, actor: None
     vllm_setup._pool = lambda *parts: watch.pool  # type: ignore[assignment]
     recipe = load_recipe(ROOT / "recipes" / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml", [*SMALL, f"run.dir={folder}"])
     ended: Any

@@ -10,6 +10,7 @@ import torch
 from jetrl_megatron.rollout import bucket
 from jetrl_megatron.rollout.vllm_client import ServerGone
 from jetrl_megatron.rollout.vllm_engine import RunGroup
+from jetrl_megatron.rollout.vllm_pool import PoolCounts
 from jetrl_megatron.sync import ipc
 from jetrl_megatron.sync.publish import Publisher
 from tests.dist.wire_run import build
@@ -45,7 +46,7 @@ class FakePool:
     """Loads its servers at the same time; one that is gone is left out, as the real one does until it is back."""
 
     def __init__(self, clients: list[FakeClient]) -> None:
-        self.clients, self.gone = clients, []  # type: ignore[var-annotated]
+        self.clients, self.gone, self.counts = clients, [], PoolCounts()  # type: ignore[var-annotated]
 
     def start(self, published: Any) -> list[FakeClient]:
         return self.clients

@@ -34,6 +34,7 @@ def test_every_draw_overlaps_an_update_and_has_the_weights_before_it(whole: tupl
     assert [r["version"] for r in steps] == [2, 4, 6, 8, 10]
     assert [(r["staleness"], r["staleness_max"]) for r in steps] == [(0.0, 0.0)] + [(1.0, 1.0)] * 4
     assert ["draw" in r["seconds"] for r in steps] == [True] * 4 + [False]
+    assert all({"write", "rest"} == set(r["push_seconds"]) and sum(r["push_seconds"].values()) <= r["seconds"]["sync"] for r in steps)
     assert all(r["grad_norm"] > 0.0 for r in steps) and sum(r["reward_failures"] for r in steps) > 0
 
 

@@ -61,7 +61,7 @@ def outcome(folder: Path) -> dict:
     found = CheckpointStore(run.checkpoints, 2).newest_complete()
     states = [torch.load(rank / "actor.pt", weights_only=True) for rank in sorted(found.path.glob("rank_*/"))]
     return {
-        "records": [{k: v for k, v in r.items() if k != "seconds"} for r in records],
+        "records": [{k: v for k, v in r.items() if k not in ("seconds", "push_seconds")} for r in records],
         "summary": {k: v for k, v in summary.items() if k not in ("seconds", "total_s")},
         "hf": {p.name: p.read_bytes() for p in sorted(run.hf.iterdir())},
         "checkpoint": (found.step, dict(found.meta), states),

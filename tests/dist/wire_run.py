@@ -14,6 +14,7 @@ from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
 from jetrl_megatron.config import Arm, ParallelConfig, PrecisionConfig, Recipe, RowParallel
 from jetrl_megatron.rollout.vllm_engine import RunGroup
+from jetrl_megatron.rollout.vllm_pool import PoolCounts
 from jetrl_megatron.sync import wire as wire_module
 from jetrl_megatron.sync.disk import DiskTransport
 from jetrl_megatron.sync.publish import Publisher
@@ -24,6 +25,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
+        self.counts = PoolCounts()
         self.fail = ""
 
     def update(self, published: Any, load: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from jetrl_megatron import train as loop
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop import ahead
+from tests.vllm.engines import verify
 from tests.vllm.grpo_run import ROOT, WORDS
 
 STEPS = 4
@@ -52,7 +53,7 @@ class Watch:
         if self.pool is not None:  # the actor is one version on, and every server that serves still holds the one before
             published = self.pool._published
             for number in self.pool.ready():
-                self.pool._verify(number, self.pool._members[number].client, published)
+                verify(self.pool, number, self.pool._members[number].client, published)
             self.held.append(published.version.step)
         return values
 

@@ -11,6 +11,7 @@ from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.setup import Session, open_session
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
 from jetrl_megatron.run.signals import StopSignal
+from tests.vllm.engines import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -77,7 +78,7 @@ def run(run_dir: str) -> dict[str, Any]:
                 counts = {"restarts": watch.pool.counts.restarts, "ready": watch.pool.ready()}
                 out |= {"calls": [list(calls) for calls in watch.calls.values()], "asleep": watch.asleep, "silent": watch.silent, **counts}
                 for member in watch.pool._members:
-                    watch.pool._verify(member.number, member.client, watch.pool._published)
+                    verify(watch.pool, member.number, member.client, watch.pool._published)
         finally:
             session.close()
     return out

@@ -14,8 +14,10 @@ from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.data.tokenizer import build_char_tokenizer
 from jetrl_megatron.loop.synthetic_model import ALPHABET
 from jetrl_megatron.rollout.published import Fingerprints, Published
+from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
 from jetrl_megatron.rollout.vllm_server import ServerSpec, VllmServer
+from jetrl_megatron.rollout.vllm_verify import verify_weights
 from tests.tiny_models import write_tiny_model
 
 MAX_LEN = 256
@@ -44,13 +46,14 @@ def publish(directory: Path, step: int) -> Published:
     prints = Fingerprints(ModelArchitecture.from_hf_directory(directory), 1, fp8, "sha256")
     for name, tensor in tensors.items():
         prints.add(name, tensor)
+    expected, unsigned = prints.take()
     return Published(
         version=WeightVersion(step, directory.name),
         directory=directory,
         has_weights=True,
         algorithm="sha256",
-        expected=tuple(prints.expected),
-        unsigned=prints.unsigned,
+        expected=tuple(expected),
+        unsigned=unsigned,
     )
 
 
@@ -77,3 +80,9 @@ def make_pool(directory: Path, num_servers: int, log_dir: Path, key: str) -> Ser
 
 def load_from_disk(client, published):
     client.rpc("reload_weights", {"weights_path": str(published.directory)}, 120.0)
+
+
+def verify(pool: ServerPool, number: int, client: EngineClient | None, published: Published | None, refresh: bool = False) -> None:
+    """Ask a server, as an outsider, whether it holds what was published; without `refresh` nothing in it changes."""
+    assert client is not None and published is not None
+    verify_weights(f"engine server {number}", client, published, pool._config, 120.0, refresh=refresh, slept=False)

@@ -10,6 +10,7 @@ from jetrl_megatron import train as loop
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.setup import Session, open_session
 from jetrl_megatron.run.signals import StopSignal
+from tests.vllm.engines import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -45,7 +46,7 @@ class Killer:
         client = self.pool._members[number].client
         with self._lock:
             if client.url not in [url for url, _ in self.first_use]:
-                self.pool._verify(number, client, self.pool._published)
+                verify(self.pool, number, client, self.pool._published)
                 self.first_use.append((client.url, self.pool._published.version.step))
             self.sent += 1
             if self.step == 2 and self.sent == 6:
@@ -89,7 +90,7 @@ def _after(killer: Killer) -> dict[str, Any]:
     """Verify every server once more and say what happened."""
     pool = killer.pool
     for member in pool._members:
-        pool._verify(member.number, member.client, pool._published)
+        verify(pool, member.number, member.client, pool._published)
     directory = sorted(p.name for p in pool._published.directory.parent.iterdir())
     counts = {"restarts": pool.counts.restarts, "ready": pool.ready(), "version": pool.version}
     return {"kills": killer.kills, "first_use": [step for _, step in killer.first_use], "directory": directory, **counts}

@@ -31,3 +31,5 @@ def test_draws_overlap_updates_with_the_weights_before_them(tmp_path):
     assert 0.0 < steps[0]["logprob_abs_diff"] < 0.1
     assert all(steps[0]["logprob_abs_diff"] < r["logprob_abs_diff"] < 1.0 for r in steps[1:])
     assert ["draw" in r["seconds"] for r in steps] == [True] * 3 + [False]
+    assert all({"write", "load", "verify", "rest"} <= set(r["push_seconds"]) for r in steps)
+    assert all(sum(r["push_seconds"].values()) <= r["seconds"]["sync"] for r in steps)

@@ -9,10 +9,10 @@ from tests.dist.ranks import run_ranks
 from tests.vllm.colocated_run import STEPS, run
 
 WAKE = [
-    "/wake_up?tags=weights", "/pause?mode=wait", "reload_weights", "jetrl_after_load", "jetrl_fingerprints", "jetrl_changed_buffers",
+    "/wake_up?tags=weights", "/pause?mode=wait", "reload_weights", "jetrl_fingerprints",
     "/wake_up?tags=kv_cache", "/reset_prefix_cache", "/resume",
 ]  # fmt: skip
-START = ["jetrl_prepare", "jetrl_after_load", "jetrl_fingerprints", "/reset_prefix_cache", "/resume"]
+START = ["jetrl_prepare", "jetrl_fingerprints", "/reset_prefix_cache", "/resume"]
 SLEEP = ["/sleep?level=2&mode=abort"]
 
 

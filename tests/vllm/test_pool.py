@@ -24,7 +24,7 @@ from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_server import new_key
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
-from tests.vllm.engines import load_from_disk, make_pool, publish, write_model
+from tests.vllm.engines import load_from_disk, make_pool, publish, verify, write_model
 
 ENGINE_NOISE = 0.5 if torch.cuda.is_available() else 0.15
 """Nats that BF16 (and on CUDA FP8 activations) may move a log-prob; temperature 0.3, top-k 20 or a repetition penalty move it by more."""
@@ -104,11 +104,10 @@ def test_a_tied_head_that_a_reload_leaves_behind_is_seen_and_brought_up_to_date(
     client.pause(30.0)
     load_from_disk(client, published)
     try:
-        world.pool._verify(0, client, published)
+        verify(world.pool, 0, client, published)
     except WeightMismatch as stale:
         assert re.search(r"model\.embed_tokens\.weight\[0:203,0:256\] differs$", str(stale)), stale
-    client.rpc("jetrl_after_load", {}, 60.0)
-    world.pool._verify(0, client, published)
+    verify(world.pool, 0, client, published, refresh=True)
     world.push(world.a, 5)
 
 

@@ -51,8 +51,8 @@ def test_unsigned_zero_changes_negative_zeros_alone():
     )
 
 
-def published(tp, fp8, change=None, negative_zero=""):
-    prints = Fingerprints(ARCH, tp, fp8, "sha256")
+def published(tp, fp8, change=None, negative_zero="", algorithm="sha256"):
+    prints = Fingerprints(ARCH, tp, fp8, algorithm)
     for number, target in enumerate(hf_tensors(ARCH, fp8)):
         generator = torch.Generator().manual_seed(number)
         data = torch.randn(target.shape, generator=generator).to(torch.float8_e4m3fn if target.fp8 else torch.bfloat16)
@@ -63,10 +63,14 @@ def published(tp, fp8, change=None, negative_zero=""):
         prints.add(target.name, data)
         if target.fp8:
             prints.add(target.scale_name, torch.rand(target.scale_shape, generator=generator))
-    directory = Path("d")
-    expected, unsigned = tuple(prints.expected), prints.unsigned
+    expected, unsigned = prints.take()
     return Published(
-        version=WeightVersion(1, ""), directory=directory, has_weights=True, algorithm="sha256", expected=expected, unsigned=unsigned
+        version=WeightVersion(1, ""),
+        directory=Path("d"),
+        has_weights=True,
+        algorithm=algorithm,
+        expected=tuple(expected),
+        unsigned=unsigned,
     )
 
 
@@ -106,6 +110,7 @@ def test_negative_zeros_are_forgiven_only_where_the_engine_could_not_see_them():
     held = {**right.expected[0], key: right.unsigned[key]}
     assert differences(right, 0, held, unsigned_zeros=[key]) == []
     assert differences(right, 0, held) == [f"{key} differs"]
+    assert published(1, frozenset(), negative_zero=name, algorithm="mix").unsigned == {}, "an engine on a GPU sees them"
 
 
 def test_an_engine_layout_that_cuts_blocks_is_refused():

@@ -31,6 +31,7 @@ class FakeClient:
 
     def __init__(self, holds):
         self.holds, self.alive, self.paused, self.events, self.keeps_prefixes = holds, True, False, [], False
+        self.asked = {}
 
     def _need_life(self, event):
         self.events.append(event)
@@ -55,7 +56,8 @@ class FakeClient:
 
     def rpc(self, method, kwargs, timeout_s):
         self._need_life(method)
-        return [{"rank": 0, "held": {"w[0:1,0:1]": self.holds}, "unsigned_zeros": []}]
+        self.asked = kwargs
+        return [{"rank": 0, "held": {"w[0:1,0:1]": self.holds}, "unsigned_zeros": [], "changed_buffers": []}]
 
 
 class FakeServer:
@@ -103,7 +105,7 @@ def test_servers_start_on_the_published_weights_and_serve_after_verification(poo
     assert pool.version == -1 and pool.ready() == []
     pool.update(published(0), load)
     assert pool.version == 0 and pool.ready() == [0, 1]
-    assert pool.servers[0].client.events == ["jetrl_after_load", "jetrl_fingerprints", "reset", "resume"]
+    assert pool.servers[0].client.events == ["jetrl_fingerprints", "reset", "resume"]
 
 
 def test_a_push_pauses_loads_verifies_empties_the_cache_and_only_then_resumes(pool):
@@ -112,7 +114,30 @@ def test_a_push_pauses_loads_verifies_empties_the_cache_and_only_then_resumes(po
         server.client.events.clear()
     pool.update(published(1), load)
     assert pool.version == 1
-    assert pool.servers[1].client.events == ["pause", "load", "jetrl_after_load", "jetrl_fingerprints", "reset", "resume"]
+    assert pool.servers[1].client.events == ["pause", "load", "jetrl_fingerprints", "reset", "resume"]
+
+
+def test_a_push_says_where_its_time_went(pool):
+    pool.update(published(0), load)
+    assert list(pool.counts.push_s) == ["boot", "verify", "admit"], "nothing was loaded into servers that started on the weights"
+
+    def slowly(client, what):
+        time.sleep(0.1 if client is pool.servers[1].client else 0.0)
+        load(client, what)
+
+    pool.update(published(1), slowly)
+    assert list(pool.counts.push_s) == ["boot", "pause", "load", "verify", "admit"] and pool.counts.push_s["load"] >= 0.1
+    pool.servers[1].client.alive = False
+    pool.servers[1].hold_start.clear()
+    threading.Timer(0.2, pool.servers[1].hold_start.set).start()
+    pool.update(published(2), load)
+    assert pool.counts.restarts == 1 and pool.counts.push_s["boot"] >= 0.1, "the server that came back was waited for"
+
+
+def test_verification_refreshes_first_and_looks_at_buffers_only_after_a_sleep(pool):
+    pool.update(published(0), load)
+    asked = pool.servers[0].client.asked
+    assert asked == {"config": {}, "algorithm": "sha256", "refresh": True, "slept": False}
 
 
 def test_one_server_that_holds_something_else_keeps_the_version_where_it_was(pool):

@@ -14,9 +14,7 @@ WAKE = [
     "wake weights",
     "pause",
     "load",
-    "jetrl_after_load",
     "jetrl_fingerprints",
-    "jetrl_changed_buffers",
     "wake kv_cache",
     "reset",
     "resume",
@@ -46,7 +44,7 @@ class Client(FakeClient):
     def rpc(self, method, kwargs, timeout_s):
         reports = super().rpc(method, kwargs, timeout_s)
         assert "weights" in self.mapped
-        return [self.changed] if method == "jetrl_changed_buffers" else reports
+        return [report | {"changed_buffers": self.changed if kwargs["slept"] else []} for report in reports]
 
 
 class Server(FakeServer):
@@ -83,7 +81,7 @@ def test_sleep_then_weights_load_verify_kv_cache_prefixes_resume(pool):
         load_awake(client, what)
 
     pool.update(published(1), look)
-    assert [s.client.events for s in pool.servers] == [["sleep", *WAKE]] * 2
+    assert [s.client.events for s in pool.servers] == [["sleep", *WAKE]] * 2 and all(s.client.asked["slept"] for s in pool.servers)
     assert {version for _, version in seen} == {0} and not pool.asleep()
     assert pool.ready() == [0, 1] and pool.version == 1 and [s.client.holds for s in pool.servers] == ["weights 1"] * 2
 
