@@ -88,6 +88,6 @@ def test_a_failed_update_ends_the_draw_beside_it_and_the_run(tmp_path: Path) -> 
 
 
 def test_a_rank_that_fails_alone_ends_although_its_draw_waits_for_another(tmp_path: Path) -> None:
-    """Rank 0 is in a collective of the update then; the launcher ends it when it sees this one's code."""
-    with pytest.raises(AssertionError, match=r"codes \[None, 1\][\s\S]*RunFailure: the update failed"):
+    """Rank 0 is in a collective of the update then: it ends by itself where the backend sees the closed peer, else the launcher ends it."""
+    with pytest.raises(AssertionError, match=r"codes \[(None|1), 1\][\s\S]*RunFailure: the update failed"):
         run_ranks(run, 2, str(tmp_path / "run"), (1, "crash of rank 1"))
