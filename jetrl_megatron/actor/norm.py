@@ -39,7 +39,7 @@ class RMSNorm(Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x [..., H] BF16 by weight [H] BF16, with its gradient; on CUDA one Triton kernel, on a CPU in float64."""
+    """Return the norm of x [..., H] BF16 by weight [H] BF16, with its gradient; on CUDA one Triton kernel each, on a CPU in float64."""
     if x.is_cuda:
         y: Tensor = _TritonNorm.apply(x, weight, eps)
         return y

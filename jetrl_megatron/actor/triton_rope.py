@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_megatron.fp8.block_scaled import power_of_two
 from jetrl_megatron.fp8.triton_source import round_bf16
 
 
@@ -19,7 +20,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
     if out.numel():
         _rope_kernel[(toks,)](
             x, out, cos, sin, positions, x.stride(0), x.stride(1), heads,
-            HALF=dim // 2, SIGN=-1.0 if inverse else 1.0, HEADS=1 << (heads - 1).bit_length(), DIM=1 << (dim // 2 - 1).bit_length(),
+            HALF=dim // 2, SIGN=-1.0 if inverse else 1.0, HEADS=power_of_two(heads), DIM=power_of_two(dim // 2),
             SOFT=bool(triton.knobs.runtime.interpret),
         )  # fmt: skip
     return out

@@ -2,7 +2,8 @@
 
 Enters: a recipe file, `key=value` words, arms. Leaves: for each arm the records that rank 0 wrote. Each arm runs in fresh processes, one a
 rank, as `jetrl train` would start them, with no optimizer and the recipe's own vLLM servers. The actor has the weights of `model.path`, or,
-where there is none, random ones that are drawn where it computes: no file holds them, so that a large shape starts in seconds.
+where there is none, random ones that are drawn where it computes: no file holds them (but for transport `disk`, whose pushes are files), so
+that a large shape starts in seconds.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
-from jetrl_megatron.bench.timing import print_table, write_json
+from jetrl_megatron.bench.timing import positive, print_table, write_json
 from jetrl_megatron.cli import count_processes
 from jetrl_megatron.config import Engine, SyntheticModelConfig
 from jetrl_megatron.layout import check_recipe_layout
@@ -27,14 +28,6 @@ from jetrl_megatron.run.local_launch import die_with_launcher, launch, under_lau
 
 Record = dict[str, Any]
 Measure = Callable[[Session, argparse.Namespace], Record]
-
-
-def positive(text: str) -> int:
-    """Read an option that counts something, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
 
 
 def parser(name: str, what: str) -> argparse.ArgumentParser:
@@ -74,16 +67,22 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
             out = Path(folder) / f"{arm}.json"
             recipe = load_recipe(args.recipe, [*words, *drawn, f"precision.arm={arm}", f"run.dir={folder}/{arm}"])
             check_recipe_layout(recipe)
-            command = [sys.executable, "-m", "jetrl_megatron.bench", name, *argv, *drawn, "--worker", f"{arm}:{out}"]
-            command += ["--random-weights"] if drawn else []
-            code = launch(command, count_processes(recipe, args.nproc), recipe.run.grace_s)
+            code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), count_processes(recipe, args.nproc), recipe.run.grace_s)
             if code != 0 or not out.is_file():
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
                 return code or 1
-            records.append({"bench": name, "arm": arm, **json.loads(out.read_text())})
-    print_table(f"{name}: {Path(args.recipe).stem} {' '.join([*args.overrides, *rest])}", list(records[0]), records)
+            asked = {"recipe": args.recipe, "words": " ".join(words), "model": args.model or ""}
+            records.append({"bench": name, "arm": arm, **json.loads(out.read_text()), **asked})
+    columns = [column for column in records[0] if column not in asked]
+    print_table(f"{name}: {Path(args.recipe).stem} {args.model or ''} {' '.join(words)}", columns, records)
     write_json(args.json, records)
     return 0
+
+
+def _worker_command(name: str, argv: Sequence[str], worker: str, drawn: list[str]) -> list[str]:
+    """Return the command of an arm's processes; an option stands behind `argv`, whose last one may take any number of words."""
+    drawing = ["--random-weights", *drawn] if drawn else []
+    return [sys.executable, "-m", "jetrl_megatron.bench", name, *argv, "--worker", worker, *drawing]
 
 
 def _model_without_weights(args: argparse.Namespace, words: list[str], out_dir: Path) -> list[str]:
@@ -127,7 +126,10 @@ def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int
 
 @contextmanager
 def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
-    """Open a session with its actor and engine, no optimizer and no reference; close it whatever happens."""
+    """Open a session with its actor and engine, no optimizer and no reference; close it whatever happens.
+
+    random_weights: the actor draws its weights, and `model.path` holds none.
+    """
     from jetrl_megatron.loop.setup import build_actor, open_session
 
     session = open_session(recipe, sys.argv)
@@ -141,11 +143,18 @@ def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
 def _machine(session: Session) -> Record:
     import torch
 
+    from jetrl_megatron.rollout.compat import vllm_version
+
     name = torch.cuda.get_device_name() if session.device.type == "cuda" else "cpu"
     vllm = settle_vllm(session.recipe, session.ranks.dp, session.device.type == "cuda")
     assert vllm.transport is not None
     return {
         "device": name,
+        "torch": torch.__version__,
+        "vllm": vllm_version(),
+        "layers": session.arch.num_layers,
+        "hidden": session.arch.hidden_size,
+        "vocab": session.arch.vocab_size,
         "engine": session.recipe.rollout.engine.value,
         "actors": session.ranks.world,
         "servers": vllm.num_servers + len(vllm.urls),

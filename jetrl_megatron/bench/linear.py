@@ -140,6 +140,7 @@ def gradient_errors(p: Problem) -> dict[str, float]:
 
 def saved_bytes(p: Problem, forward: Linear) -> int:
     """Bytes that a forward keeps alive for its backward: what it allocated beside its output, and X itself where the graph holds it."""
+    forward(p.x)  # a rival that keeps something of its last iteration lets go of it here
     before = torch.cuda.memory_allocated()
     y = forward(p.x)
     allocated = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()

@@ -12,7 +12,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from jetrl_megatron.bench.engine_arms import Record, parser, positive, run_arms
+from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.timing import positive
 from jetrl_megatron.contracts import Prompt, SamplingParams
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.engine import Request

@@ -27,7 +27,7 @@ from jetrl_megatron.actor.optimizer import ActorOptimizer, wrap_chunks
 from jetrl_megatron.actor.pipeline_step import PipelineStep
 from jetrl_megatron.actor.sides import FlowSides
 from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
-from jetrl_megatron.bench.timing import machine, print_table, write_json
+from jetrl_megatron.bench.timing import machine, positive, print_table, write_json
 from jetrl_megatron.config import Arm, Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from jetrl_megatron.contracts import TrainBatch
 from jetrl_megatron.fp8 import resolve_backend
@@ -218,14 +218,14 @@ def main(argv: list[str]) -> int:
     """Time every arm and print the table on rank 0; returns 0."""
     parser = argparse.ArgumentParser(prog="jetrl bench step", description="The actor's update step, BF16 against FP8.")
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
-    parser.add_argument("--layers", type=int, help="default: the model's")
-    parser.add_argument("--tokens", type=int, default=8192, help="packed tokens of one micro-batch")
-    parser.add_argument("--seqs", type=int, default=1, help="sequences in a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--layers", type=positive, help="default: the model's")
+    parser.add_argument("--tokens", type=positive, default=8192, help="packed tokens of one micro-batch")
+    parser.add_argument("--seqs", type=positive, default=1, help="sequences in a micro-batch")
+    parser.add_argument("--micro-batches", type=positive, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument(
         "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=blocks, ..."
     )
@@ -243,10 +243,11 @@ def main(argv: list[str]) -> int:
         repeats=args.repeats,
     )
     where = machine() if device.type == "cuda" else {"device": "cpu"}
+    asked = {key: value for key, value in vars(args).items() if key != "json"}
     records: list[dict[str, object]] = []
     for name, precision in _arms(args.arms).items():
         result = time_arm(case, precision, ranks, device)
-        records.append({"bench": "step", "arm": name, **vars(args), **where, "ranks": ranks.world, "dp": ranks.dp, **result})
+        records.append({"bench": "step", "arm": name, **asked, **where, "ranks": ranks.world, "dp": ranks.dp, **result})
     if ranks.is_logger:
         _report(records)
         if args.json:

@@ -12,8 +12,8 @@ from math import prod
 
 import torch
 
-from jetrl_megatron.bench.engine_arms import Record, parser, positive, run_arms
-from jetrl_megatron.bench.timing import copy_bandwidth
+from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.timing import copy_bandwidth, positive
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.laps import PARTS
 from jetrl_megatron.sync.wire import StageWire

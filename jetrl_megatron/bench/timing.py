@@ -4,6 +4,7 @@ Enters: functions that launch device work. Leaves: `Timing`s, and records for th
 Left out: what is measured (quant.py, linear.py, step.py and the engine benches).
 """
 
+import argparse
 import json
 import platform
 import statistics
@@ -79,6 +80,14 @@ def calc_diff(a: torch.Tensor, b: torch.Tensor) -> float:
     """1 - 2ab / (aa + bb) in float64: about the squared relative error, 0 for equal tensors; NaN never passes a comparison."""
     a, b = a.detach().double(), b.detach().double()
     return 1.0 - float(2 * (a * b).sum() / (a * a + b * b).sum())
+
+
+def positive(text: str) -> int:
+    """Read an option that counts something, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
 
 
 def require_cuda(what: str) -> None:

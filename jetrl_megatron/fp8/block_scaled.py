@@ -22,6 +22,16 @@ def num_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
+def leading_rows(rows: int) -> int:
+    """Rows between two columns of scales of 1x128 groups in DeepGEMM's layout: rounded up to 4, 16 bytes, the rounding zero-filled."""
+    return (rows + 3) // 4 * 4
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that holds `size`, 1 or more; Triton's own function of that kind takes as long as a small kernel."""
+    return 1 << (size - 1).bit_length()
+
+
 @dataclass(frozen=True, eq=False)
 class BlockScaled:
     """A matrix in block-scaled FP8; see the module for the equation and the invariant."""

@@ -22,7 +22,8 @@ forward and backward, for one launch more.
 Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one
 copy. Scales of 1x128 groups leave column-major with a leading stride rounded up to 4, zero-filled, as DeepGEMM reads them, on the CPU too;
 scales of 128x128 blocks row-major.
-Invariants: codes and scales of one gather are one launch; they travel as bytes, because NCCL has no float8; nothing waits on the host.
+Invariants: codes and scales of one gather are one launch; they travel as bytes, since not every backend has
+float8; nothing waits on the host.
 Left out: which linears have a cut X (actor/linears.py), and the gradient's way back, which the caller gives.
 
 Legend: R rows, C columns of codes; T tokens, K input features of the whole X.
@@ -40,7 +41,7 @@ import torch.nn.functional as F
 from torch.distributed import _coalescing_manager
 
 from jetrl_megatron.config import LinearPrecision, SavedActivation
-from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
 
@@ -95,14 +96,14 @@ def gather_blocks(x: BlockScaled, axis: int, group: Any) -> BlockScaled:
     by_column = x.block == ROW_BLOCK
     stored = x.scale.t() if by_column else x.scale
     codes, scales = _all_gather((x.data, stored), group)
-    if axis == 1:
+    if axis == 1 and codes.numel():
         # Eight codes at a time: a copy of single bytes is slow on a GPU.
         codes = codes.view(torch.int64)
     data = _joined(codes, axis).view(x.data.dtype)
     scale = _joined(scales, 1 - axis if by_column else axis)
     if by_column:
         rows = scale.shape[1]
-        scale = (F.pad(scale, (0, -rows % 4)) if rows % 4 else scale).t()[:rows]
+        scale = F.pad(scale, (0, leading_rows(rows) - rows)).t()[:rows] if rows % 4 else scale.t()
     return BlockScaled(data, scale, x.block)
 
 

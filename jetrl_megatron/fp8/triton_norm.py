@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_megatron.fp8.block_scaled import num_blocks
+from jetrl_megatron.fp8.block_scaled import num_blocks, power_of_two
 from jetrl_megatron.fp8.triton_source import round_bf16
 
 OPERATOR = "jetrl::rms_norm"
@@ -60,7 +60,7 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor |
     if x.numel():
         x_thd = _as_heads(x)
         toks, heads, dim = x_thd.shape
-        padded = _padded(dim)
+        padded = power_of_two(dim)
         tile = max(1, TILE_ELEMENTS // padded)
         norm_kernel[(num_blocks(toks * heads, tile),)](
             x_thd, weight.contiguous(), rstd if y is None else y, rstd, toks * heads, heads, x_thd.stride(0), x_thd.stride(1), eps,
@@ -68,11 +68,6 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor |
             num_warps=4 if padded <= 2048 else 8,
         )  # fmt: skip
     return rstd
-
-
-def _padded(dim: int) -> int:
-    """The power of two that holds `dim`; Triton's own function of that name takes as long as a small kernel."""
-    return 1 << (dim - 1).bit_length()
 
 
 def _as_heads(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +113,7 @@ def rms_norm_backward(
         return dx, torch.zeros_like(weight) if want_dw else None
     x_thd, dy_thd = _as_heads(x), _as_heads(dy)
     toks, heads, _ = x_thd.shape
-    padded = _padded(dim)
+    padded = power_of_two(dim)
     tile = max(1, BACKWARD_TILE_ELEMENTS // padded)
     tiles = num_blocks(toks * heads, tile)
     programs = min(tiles, PROGRAMS)

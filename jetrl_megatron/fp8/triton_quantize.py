@@ -12,7 +12,7 @@ Legend: R rows and C columns of the input; one program owns a tile.
 import torch
 
 from jetrl_megatron.config import ScaleFormat
-from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
+from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, check_input
 from jetrl_megatron.fp8.triton_cast import cast_format, contiguous_rows
 from jetrl_megatron.fp8.triton_kernels import row_kernel, tile_kernel, transpose_kernel
@@ -140,7 +140,7 @@ def quantize_tiles(
 
 def empty_grouped(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> BlockScaled:
     """Unwritten codes [rows, cols] with scales of 1x128 groups in the GEMM's layout; its rounding is zero-filled."""
-    leading, groups = (rows + 3) // 4 * 4, num_blocks(cols, GROUP)
+    leading, groups = leading_rows(rows), num_blocks(cols, GROUP)
     # empty_strided takes half of empty's time on the host, and there are dozens of calls a layer.
     if leading == rows:
         scale = torch.empty_strided((rows, groups), (1, rows), dtype=torch.float32, device=device)

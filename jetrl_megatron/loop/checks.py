@@ -88,7 +88,7 @@ def warn_embedded_engine(recipe: Recipe, on_cuda: bool) -> None:
     if on_cuda and recipe.rollout.engine is Engine.local and recipe.precision.arm is Arm.jetrl:
         _LOG.warning(
             "rollout.engine is local on CUDA: it decodes with another attention kernel than the training forward, so the mismatch of arm "
-            "jetrl is not 0 (up to 0.2 nats were measured); rollout.engine=vllm_pool or vllm_colocated decodes with the same one"
+            "jetrl is not 0; rollout.engine=vllm_pool or vllm_colocated decodes with the same one"
         )
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face directory with random weights of a real family: the same path into the run as a published checkpoint has.
 
 Enters: SyntheticModelConfig, a seed. Leaves: config.json, BF16 model.safetensors, generation_config.json and a character tokenizer,
-complete or not there at all (written beside and renamed); or, for benches of large shapes, the same without weights.
+complete or not there at all (written beside and renamed); or, for benches of large shapes, config.json and tokenizer alone.
 """
 
 import os

@@ -64,7 +64,7 @@ class _Member:
 
 @dataclass(kw_only=True)
 class PoolCounts:
-    """What happened since the pool began."""
+    """What happened since the pool began, and how long the last push took."""
 
     restarts: int = 0
     push_s: dict[str, float] = field(default_factory=dict)

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The benches behind results/ on Hopper GPUs, one after the other; each has a time limit, and one that fails does not stop the others.
+# The benches of the kinds in results/ on Hopper GPUs, one after the other; each has a time limit, and one that fails does not stop the others.
+# (The READMEs there have the exact commands of their tables.)
 #   bash tests/gpu/benches.sh OUT [NAME ...]     # names: quant linear step-1gpu step-pp2 step-tp2 rollout sync; default: all
 # OUT gets NAME.jsonl, NAME.txt and NAME.err. step-pp2, step-tp2, rollout and sync need two GPUs; rollout and sync need vLLM 0.26 and this package
 # installed (pip install --no-deps --no-build-isolation -e .). `linear` times Transformer Engine and torchao where they are installed.
-# Environment: MODEL (qwen3-8b), LIMIT (seconds for one bench, 300).
+# Environment: PYTHON (python3), MODEL (qwen3-8b), LIMIT (seconds for one bench, 300).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out=$1
@@ -11,7 +12,7 @@ shift
 python=${PYTHON:-python3} model=${MODEL:-qwen3-8b} limit=${LIMIT:-300}
 mkdir -p "$out"
 recipe=recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml
-server=(parallel.tp=1 "rollout.vllm.gpus=['1']" rollout.vllm.transport=nccl data.max_prompt_toks=512 --nproc 1 --model "$model")
+server=(parallel.tp=1 "rollout.vllm.gpus=['1']" rollout.vllm.transport=nccl --nproc 1 --model "$model")
 step=(--model "$model" --tokens 8192 --repeats 3)
 arms=(--arms bf16 jetrl jetrl+wgrad_granularity=blocks)
 code=0
@@ -19,6 +20,7 @@ run() {
     local name=$1
     shift
     date +"%T $name"
+    rm -f "$out/$name.jsonl"
     timeout "$limit" "$@" --json "$out/$name.jsonl" >"$out/$name.txt" 2>"$out/$name.err" || { code=1; echo "$name left with an error"; tail -5 "$out/$name.err"; }
     cut -c1-220 "$out/$name.txt" | tail -40
 }
@@ -27,9 +29,9 @@ for name in ${@:-quant linear step-1gpu step-pp2 step-tp2 rollout sync}; do
     quant) run quant "$python" -m jetrl_megatron.bench quant ;;
     linear) run linear "$python" -m jetrl_megatron.bench linear --model "$model" --repeats 10 ;;
     step-1gpu) run step-1gpu "$python" -m jetrl_megatron.bench step --layers 8 --micro-batches 2 "${step[@]}" "${arms[@]}" ;;
-    step-pp2) run step-pp2 torchrun --nproc_per_node 2 -m jetrl_megatron.bench step --pp 2 --micro-batches 8 "${step[@]}" "${arms[@]}" ;;
-    step-tp2) run step-tp2 torchrun --nproc_per_node 2 -m jetrl_megatron.bench step --tp 2 --micro-batches 2 "${step[@]}" "${arms[@]}" ;;
-    rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" rollout.max_new_toks=512 "${server[@]}" ;;
+    step-pp2) run step-pp2 "$python" -m torch.distributed.run --nproc_per_node 2 -m jetrl_megatron.bench step --pp 2 --micro-batches 8 "${step[@]}" "${arms[@]}" ;;
+    step-tp2) run step-tp2 "$python" -m torch.distributed.run --nproc_per_node 2 -m jetrl_megatron.bench step --tp 2 --micro-batches 2 "${step[@]}" "${arms[@]}" ;;
+    rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" "${server[@]}" ;;
     sync) run sync "$python" -m jetrl_megatron.cli bench sync "$recipe" "${server[@]}" ;;
     *) echo "unknown bench $name"; code=2 ;;
     esac

@@ -75,4 +75,4 @@ def test_how_fast_it_reads(what):
     best_ms = min(start.elapsed_time(end) for start, end in pairwise(marks))
     gb_per_s = part.numel() / best_ms / 1e6
     print(f"\nmix, {what}: {gb_per_s:.0f} GB/s, {part.numel() / 1e6:.0f} MB in {best_ms:.3f} ms")
-    assert what == "64 columns" or gb_per_s > 300
+    assert gb_per_s > (30 if what == "64 columns" else 300)  # 64 bytes of every 16 KiB

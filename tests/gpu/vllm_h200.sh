@@ -3,14 +3,14 @@
 #   bash tests/gpu/vllm_h200.sh MODEL_DIR OUT [STEPS=30] [TRANSPORT=disk]
 # MODEL_DIR: python -m tests.smollm2_export DIR --aligned --head-dim 128. OUT: gets records.jsonl, curves.png and logs by arm.
 # Needs vLLM 0.26 on the Python path and this package installed, because vLLM finds its norm by entry point (without a network:
-# pip install --no-deps --no-build-isolation -e .). Environment: GPU (its number, 0), ARMS, DATA (folder with mawps/ and gsm8k/), DATASET (mawps or
+# pip install --no-deps --no-build-isolation -e .). Environment: DATA (folder with mawps/ and gsm8k/; needed), GPU (its number, 0), ARMS, DATASET (mawps or
 # gsm8k), ENGINE (vllm_pool or vllm_colocated), EXTRA (recipe words), SKIP_TESTS. Start several on one GPU in turn, not at once: a server's memory
 # profile counts what its neighbours take in that moment.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 model=$1 out=$2 steps=${3:-30} transport=${4:-disk}
 python=${PYTHON:-python3}
-data=${DATA:-../shared/data} gpu=${GPU:-0}
+data=${DATA:?DATA is not set: the folder with mawps/ and gsm8k/} gpu=${GPU:-0}
 export CUDA_VISIBLE_DEVICES=$gpu
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM_E8M0=0 VLLM_DEEP_GEMM_WARMUP=skip TOKENIZERS_PARALLELISM=false
 mkdir -p "$out"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from jetrl_megatron.actor.actor import randomize_parameters
-from jetrl_megatron.bench.engine_arms import _model_without_weights
+from jetrl_megatron.bench import sync
+from jetrl_megatron.bench.engine_arms import _model_without_weights, _worker_command, parser
 from jetrl_megatron.data.tokenizer import load_tokenizer
 
 TINY = "recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml"
@@ -45,6 +46,22 @@ def test_given_weights_are_used_and_not_mixed_with_a_shape(tmp_path):
     assert _model_without_weights(named(), [f"model.path={tmp_path}"], tmp_path / "model") == []
     with pytest.raises(ValueError, match=r"--model qwen3-8b draws random weights, and model.path is"):
         _model_without_weights(named("qwen3-8b"), [f"model.path={tmp_path}"], tmp_path / "model")
+
+
+def test_a_worker_reads_the_command_that_it_was_started_with_whatever_the_last_option_takes():
+    options = parser("sync", "")
+    for argv in ([TINY, "--arms", "jetrl", "bf16"], [TINY, "parallel.tp=1", "--nproc", "1"]):
+        command = _worker_command("sync", argv, "bf16:/tmp/bf16.json", ["model.path=/tmp/model"])
+        args, rest = options.parse_known_args(command[4:])
+        assert args.worker == "bf16:/tmp/bf16.json" and args.random_weights and "model.path=/tmp/model" in [*args.overrides, *rest]
+    args, rest = options.parse_known_args(_worker_command("sync", [TINY], "bf16:/tmp/x", [])[4:])
+    assert not args.random_weights and not rest
+
+
+@pytest.mark.parametrize("words", [["--layers", "0", "--model", "qwen3-8b"], ["--layers", "2"], ["--pushes", "0"]])
+def test_options_that_make_no_sense_end_before_anything_starts(words):
+    with pytest.raises(SystemExit):
+        sync.main([TINY, *words])
 
 
 def test_drawn_parameters_are_finite_equal_in_equal_shapes_and_neutral_where_they_are_vectors():

@@ -16,7 +16,7 @@ from jetrl_megatron.config import (
     RunConfig,
     SyntheticModelConfig,
 )
-from jetrl_megatron.loop.setup import resolved_kernels
+from jetrl_megatron.loop.setup import _seed, resolved_kernels
 from jetrl_megatron.run.run_dir import open_run_dir
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -91,3 +91,14 @@ def test_a_run_under_which_vllm_was_installed_goes_on_only_with_its_kernel_by_na
     start(named)
     hopper.remove("vllm")
     start(recipe)
+
+
+def test_deterministic_kernels_do_not_fill_every_new_tensor():
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        _seed(Recipe(run=RunConfig(deterministic=True)), torch.device("cpu"))
+        assert torch.are_deterministic_algorithms_enabled() and not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
