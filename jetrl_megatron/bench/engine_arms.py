@@ -60,6 +60,7 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
         return _worker(args, words, measure)
     if under_launcher(os.environ):
         raise ValueError(f"jetrl bench {name} starts its own processes; run it without torchrun")
+    asked = {"recipe": args.recipe, "words": " ".join(words), "model": args.model or ""}
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="jetrl-bench-") as folder:
         drawn = _model_without_weights(args, words, Path(folder) / "model")
@@ -71,10 +72,9 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
             if code != 0 or not out.is_file():
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
                 return code or 1
-            asked = {"recipe": args.recipe, "words": " ".join(words), "model": args.model or ""}
             records.append({"bench": name, "arm": arm, **json.loads(out.read_text()), **asked})
     columns = [column for column in records[0] if column not in asked]
-    print_table(f"{name}: {Path(args.recipe).stem} {args.model or ''} {' '.join(words)}", columns, records)
+    print_table(f"{name}: {Path(args.recipe).stem} {asked['model']} {asked['words']}", columns, records)
     write_json(args.json, records)
     return 0
 

@@ -231,11 +231,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
+    args.layers = args.layers or MODELS[args.model].num_layers
     device = local_device()
     parallel = ParallelConfig(tp=args.tp, pp=args.pp, micro_batch_toks=args.tokens, recompute=Recompute(args.recompute))
     ranks = parallel_state.initialize(parallel, device)
     case = StepCase(
-        arch=architecture(args.model, args.layers or MODELS[args.model].num_layers),
+        arch=architecture(args.model, args.layers),
         parallel=parallel,
         tokens=args.tokens,
         seqs=args.seqs,

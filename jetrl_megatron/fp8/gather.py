@@ -22,8 +22,8 @@ forward and backward, for one launch more.
 Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one
 copy. Scales of 1x128 groups leave column-major with a leading stride rounded up to 4, zero-filled, as DeepGEMM reads them, on the CPU too;
 scales of 128x128 blocks row-major.
-Invariants: codes and scales of one gather are one launch; they travel as bytes, since not every backend has
-float8; nothing waits on the host.
+Invariants: codes and scales of one gather are one launch; they travel as bytes, since not every backend
+has float8; nothing waits on the host.
 Left out: which linears have a cut X (actor/linears.py), and the gradient's way back, which the caller gives.
 
 Legend: R rows, C columns of codes; T tokens, K input features of the whole X.
