@@ -45,7 +45,7 @@ def server_module() -> str:
 
 
 def request_fields(short: str) -> dict[str, Any]:
-    """Return the request fields that this version has beyond the neutral ones: 0.30 may mark sampled text unless told not to."""
+    """Return the sampling fields that this version has beyond the neutral ones: 0.30 may mark sampled text unless told not to."""
     return {"watermarking": False} if short == "0.30" else {}
 
 

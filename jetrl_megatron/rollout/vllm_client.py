@@ -1,9 +1,10 @@
 """One engine server over HTTP: token ids in, token ids with their log-probs out; and the few control calls of a weight push.
 
-Enters: an address and the run's key. Leaves: `Drawn` for a completion, plain values for control calls. Text is never sent nor read: what
-the server samples is what comes back, id by id. Every sampling field is set, so that nothing of the model directory's
-generation_config can slip in; log-probs are those of the distribution that was sampled from, since the server runs with
-`--logprobs-mode processed_logprobs`.
+Enters: an address and the run's key. Leaves: `Drawn` for a completion, plain values for control calls. Text is never sent, read nor made:
+completions go through vLLM's route for token ids, where the server leaves its detokenizer out. (Behind `/v1/completions` every sampled
+token is turned into text twice, in one process for all requests, which with a hundred of them takes longer than the GPU's step.) Every
+sampling field is set, so that nothing of the model directory's generation_config can slip in; log-probs are those of the distribution that
+was sampled from, since the server runs with `--logprobs-mode processed_logprobs`.
 
 Failures are of two kinds: `ServerGone`, after which the same request may be sent to another server, and ValueError, after which it may not.
 """
@@ -16,6 +17,12 @@ from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 from jetrl_megatron.contracts import FinishReason, SamplingParams
+
+GENERATE = "/inference/v1/generate"
+_FINAL_ONLY = 2
+"""vLLM's RequestOutputKind: nothing is put together before a completion has ended."""
+_NO_LOGPROB = -9999.0
+"""What vLLM writes where it has none; no token that is sampled in FP32 comes near it."""
 
 
 class ServerGone(Exception):
@@ -40,7 +47,7 @@ class EngineClient:
     """`http://host:port`."""
     key: str
     fields: Mapping[str, Any]
-    """Request fields of the server's version (compat.request_fields)."""
+    """Sampling fields of the server's version (compat.request_fields)."""
 
     def __repr__(self) -> str:
         """Name the address only: the key stays out of logs and tracebacks."""
@@ -52,11 +59,10 @@ class EngineClient:
         seed: of this request alone, below 2^63. timeout_s: for the whole answer; the server gives the request up when we hang up.
         Raises ServerGone, or ValueError where the server refuses the request.
         """
-        return parse_completion(self._call("POST", "/v1/completions", self._body(prompt_ids, params, seed), timeout_s))
+        return parse_completion(self._call("POST", GENERATE, self._body(prompt_ids, params, seed), timeout_s))
 
     def _body(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
-        return {
-            "prompt": list(prompt_ids),
+        sampling = {
             "max_tokens": params.max_new_toks,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -68,14 +74,14 @@ class EngineClient:
             "n": 1,
             "seed": seed,
             "logprobs": 0,
-            "return_token_ids": True,
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # only the ids above end a completion
             "min_tokens": 0,
-            "skip_special_tokens": False,
-            "add_special_tokens": False,
+            "detokenize": False,
+            "output_kind": _FINAL_ONLY,
             **self.fields,
         }
+        return {"token_ids": list(prompt_ids), "sampling_params": sampling}
 
     def healthy(self, timeout_s: float = 20.0) -> bool:
         """Ask whether the server and its engine live."""
@@ -144,16 +150,17 @@ class EngineClient:
 
 
 def parse_completion(answer: Mapping[str, Any]) -> Drawn:
-    """Read the answer of `/v1/completions`.
+    """Read the answer of `/inference/v1/generate`.
 
     Raises ServerGone where ids and log-probs do not keep step or the completion was aborted: never a completion that was patched up.
     """
     choice = answer["choices"][0]
-    ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-    if not ids or not logprobs or len(ids) != len(logprobs) or any(value is None for value in logprobs):
-        counts = [len(part) if part is not None else None for part in (ids, logprobs)]
-        raise ServerGone(f"the server gave {counts[0]} token ids and {counts[1]} log-probs (finish reason {choice.get('finish_reason')!r})")
-    reason = choice["finish_reason"]
+    ids, found = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
+    logprobs = [entry["logprob"] for entry in found if entry["logprob"] > _NO_LOGPROB]
+    named = [entry["token"] for entry in found]
+    reason = choice.get("finish_reason")
+    if not ids or len(logprobs) != len(ids) or named != [f"token_id:{i}" for i in ids]:
+        raise ServerGone(f"the server gave {len(ids)} token ids and {len(logprobs)} log-probs of them (finish reason {reason!r})")
     if reason not in ("stop", "length"):
         raise ServerGone(f"the server ended a completion with {reason!r}")
     return Drawn(token_ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=reason)

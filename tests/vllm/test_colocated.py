@@ -5,6 +5,7 @@ A CPU releases nothing; the calls, their order and who may serve when are those 
 
 import pytest
 
+from jetrl_megatron.rollout.vllm_client import GENERATE
 from tests.dist.ranks import run_ranks
 from tests.vllm.colocated_run import STEPS, run
 
@@ -20,7 +21,7 @@ def without_draws(calls: list[str]) -> list[str]:
     """Return a server's calls with each row of completions as one word."""
     kept: list[str] = []
     for call in calls:
-        word = "draws" if call == "/v1/completions" else call
+        word = "draws" if call == GENERATE else call
         if not (word == "draws" and kept[-1:] == ["draws"]):
             kept.append(word)
     return kept

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from conversion.cast import dequantize_bytes
 from jetrl_megatron.contracts import SamplingParams
-from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
+from jetrl_megatron.rollout.vllm_client import GENERATE, EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_server import new_key
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
 from tests.vllm.engines import load_from_disk, make_pool, publish, verify, write_model
@@ -221,7 +221,7 @@ def test_nobody_gets_in_without_the_key(world):
     client, before = world.client(0), world.draws(0)
     routes = client._call("GET", "/openapi.json", None, 30.0)["paths"]
     needed = {"/update_weights", "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine", "/collective_rpc"}
-    needed |= {"/pause", "/resume", "/reset_prefix_cache", "/abort_requests", "/sleep", "/wake_up", "/v1/completions", "/server_info"}
+    needed |= {"/pause", "/resume", "/reset_prefix_cache", "/abort_requests", "/sleep", "/wake_up", GENERATE, "/server_info"}
     assert needed <= routes.keys()
     calls = [(route, verb.upper()) for route, verbs in routes.items() for verb in verbs if verb in ("get", "post")]
     calls += [("/docs", "GET"), ("/openapi.json", "GET"), ("/metrics", "GET"), ("/nowhere", "POST")]

@@ -29,8 +29,9 @@ SPEC = ServerSpec(
 )
 
 
-def answer(ids=(5, 6), logprobs=(-0.5, -0.25), reason="stop"):
-    return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}]}
+def answer(ids=(5, 6), logprobs=(-0.5, -0.25), reason="stop", named=None):
+    content = [{"token": f"token_id:{i}", "logprob": value, "top_logprobs": []} for i, value in zip(named or ids, logprobs, strict=False)]
+    return {"choices": [{"token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason}]}
 
 
 def test_a_whole_completion_is_taken_as_it_is():
@@ -43,7 +44,9 @@ def test_a_whole_completion_is_taken_as_it_is():
     [
         answer(ids=(5, 6, 7)),
         answer(logprobs=(-0.5,)),
-        answer(logprobs=(-0.5, None)),
+        answer(logprobs=(-0.5, -9999.0)),
+        answer(named=(5, 7)),
+        answer(named=(6, 5)),
         answer(ids=(), logprobs=()),
         answer(reason="abort"),
         {"choices": [{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}]},
@@ -58,10 +61,13 @@ def test_every_sampling_field_is_set_so_that_no_model_directory_can_fill_it_in()
     body = EngineClient(url="http://h:1", key=KEY, fields={"watermarking": False})._body(
         [1, 2], SamplingParams(max_new_toks=7, temperature=0.6, stop_token_ids=(3, 4)), 99
     )
-    assert body["prompt"] == [1, 2] and body["max_tokens"] == 7 and body["seed"] == 99 and body["stop_token_ids"] == [3, 4]
+    assert body.keys() == {"token_ids", "sampling_params"} and body["token_ids"] == [1, 2]
+    sent = body["sampling_params"]
+    assert sent["max_tokens"] == 7 and sent["seed"] == 99 and sent["stop_token_ids"] == [3, 4]
     neutral = {"temperature": 0.6, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "n": 1}
-    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "add_special_tokens": False, "watermarking": False}
-    assert {k: body[k] for k in neutral} == neutral
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "watermarking": False}
+    neutral |= {"logprobs": 0, "detokenize": False}
+    assert {k: sent[k] for k in neutral} == neutral
 
 
 @pytest.mark.parametrize("given", [{"success": False}, {}, {"success": "true"}])
