@@ -43,9 +43,12 @@ class Actor:
         hf_dir: the weights to start from; None: random ones, for benches.
         ranks: this process's place.
         device: where it runs.
+        trainable: False leaves out the gradients' buffers, 4 bytes a parameter, for benches that only push and draw.
     """
 
-    def __init__(self, recipe: Recipe, arch: ModelArchitecture, hf_dir: Path | None, ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self, recipe: Recipe, arch: ModelArchitecture, hf_dir: Path | None, ranks: Ranks, device: torch.device, *, trainable: bool = True
+    ) -> None:
         """Build, load, wrap and quantise; raises ValueError on an illegal layout or weights that do not fit."""
         self.recipe, self.arch, self.ranks, self.device = recipe, arch, ranks, device
         self.layout = model_layout(recipe.parallel, recipe.precision.row_parallel)
@@ -53,8 +56,8 @@ class Actor:
         self.backend = resolve_backend(recipe.precision.backend, device)
         self._config = transformer_config(arch, recipe.parallel, recipe.precision, device, deterministic=recipe.run.deterministic)
         with megatron_scope(device):
-            self.chunks = self._build(hf_dir, trainable=True)
-            self._wrapped = wrap_chunks(self._config, self.chunks)
+            self.chunks = self._build(hf_dir, trainable=trainable)
+            self._wrapped: list[Any] = wrap_chunks(self._config, self.chunks) if trainable else self.chunks
         self.sides = self._sides(self.chunks, recipe.precision)
         self.sides.refresh()
         self._steps = PipelineStep(self._wrapped, arch.vocab_size, recipe.rollout.temperature)

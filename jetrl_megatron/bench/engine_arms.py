@@ -126,7 +126,7 @@ def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int
 
 @contextmanager
 def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
-    """Open a session with its actor and engine, no optimizer and no reference; close it whatever happens.
+    """Open a session with its actor and engine, no gradients, no optimizer and no reference; close it whatever happens.
 
     random_weights: the actor draws its weights, and `model.path` holds none.
     """
@@ -134,7 +134,7 @@ def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
 
     session = open_session(recipe, sys.argv)
     try:
-        build_actor(session, None if random_weights else session.source_dir)
+        build_actor(session, None if random_weights else session.source_dir, trainable=False)
         yield session
     finally:
         session.close()

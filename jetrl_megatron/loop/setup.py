@@ -184,10 +184,10 @@ def _load_train(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, arch: ModelA
     return found
 
 
-def build_actor(session: Session, weights_dir: Path | None) -> None:
+def build_actor(session: Session, weights_dir: Path | None, *, trainable: bool = True) -> None:
     """Load the actor from `weights_dir`, or draw random weights where it is None, and put the rollout engine on it."""
     recipe = session.recipe
-    session.actor = Actor(recipe, session.arch, weights_dir, session.ranks, session.device)
+    session.actor = Actor(recipe, session.arch, weights_dir, session.ranks, session.device, trainable=trainable)
     build_engine(session)
 
 
