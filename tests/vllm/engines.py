@@ -85,4 +85,4 @@ def load_from_disk(client, published):
 def verify(pool: ServerPool, number: int, client: EngineClient | None, published: Published | None, refresh: bool = False) -> None:
     """Ask a server, as an outsider, whether it holds what was published; without `refresh` nothing in it changes."""
     assert client is not None and published is not None
-    verify_weights(f"engine server {number}", client, published, pool._config, 120.0, refresh=refresh, slept=False)
+    verify_weights(f"engine server {number}", client, published, pool._members[number].model_config, 120.0, refresh=refresh, slept=False)
