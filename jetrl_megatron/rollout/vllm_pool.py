@@ -136,7 +136,7 @@ class ServerPool:
 
         load: called in one thread a server, at the same time. left_out: called for each server of `start` that is gone before its load, for
         a `load` that waits for the others. A server that dies on the way is restarted on the published directory. Raises WeightMismatch
-        naming tensors, or RunFailure where no server is left.
+        naming tensors, or RunFailure where no server is left or `published.expected` does not come.
         """
         laps = Laps()
         live = [m for m in self._members if m.state != "lost"]
@@ -147,7 +147,7 @@ class ServerPool:
         self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: m.bring(published, load, left_out)))
         self._await_restarts()
         laps.add(slowest(self._members[number].laps for number in self.ready()))
-        self._version, self.counts.push_s = published.version.step, laps.seconds
+        self._version, self.counts.push_s = published.step, laps.seconds
 
     def rest(self) -> None:
         """Put every server to sleep: none answers until the next `update` has verified it.
