@@ -4,6 +4,7 @@ Enters: a Hugging Face directory. Leaves: a `transformers` tokenizer and its sto
 generation config: sampling fields in it (repetition penalty, top-k) are not this project's defaults.
 """
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -83,6 +84,11 @@ def replace_tokenizer(hf_dir: Path, tokenizer_dir: Path) -> None:
         target = hf_dir / path.relative_to(tokenizer_dir)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
+
+
+def tokenizer_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every tokenizer file of a Hugging Face directory, by its path there."""
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in _tokenizer_files(folder)}
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from jetrl_megatron.config import Engine, Recipe
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.data.order import PromptOrder
 from jetrl_megatron.data.prompts import PromptSet, load_prompts
-from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids
+from jetrl_megatron.data.tokenizer import load_tokenizer, stop_token_ids, tokenizer_digests
 from jetrl_megatron.fp8 import resolve_backend
 from jetrl_megatron.grpo.rewards import RewardPool, gold_parses
 from jetrl_megatron.layout import architecture_of, check_recipe_layout
@@ -133,7 +133,8 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         sets = {"data.train": train_prompts, "data.eval": eval_prompts}
         warn_uncorrected(recipe)
         warn_embedded_engine(recipe, device.type == "cuda")
-        claim_data(run_dir, {key: (len(s.prompts), s.fingerprint) if s is not None else (0, "") for key, s in sets.items()})
+        prints = {key: (len(s.prompts), s.fingerprint) if s is not None else (0, "") for key, s in sets.items()}
+        claim_data(run_dir, prints, tokenizer_digests(tokenizer_dir))
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Session(
         recipe=recipe,

@@ -7,7 +7,8 @@
 The pool of vLLM servers, from a request to the bytes that answer it:
 
 - `vllm_engine`: the protocol on all ranks; rank 0 speaks for everybody. `vllm_dispatch`: requests over servers, each answered once.
-- `vllm_pool`: which server may serve, with which verified weights, and how one that died comes back. `vllm_client`: one server over HTTP.
+- `vllm_pool`: which server may serve, with which verified weights, and how one that died comes back. `vllm_member`: one server's states and
+  its way through a push, a start and a sleep. `vllm_client`: one server over HTTP.
 - `vllm_server`: a server's command line, environment and process. `vllm_guard`: no server outlives its run.
 - `bucket`: weights in a GPU buffer that two processes see, for CUDA IPC.
 - `vllm_auth`: the key at a server's door.

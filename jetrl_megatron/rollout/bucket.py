@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 Bucket = dict[str, Any]
-"""`names`, `dtypes` (torch's names), `shapes` and `offsets` (bytes) of tensors in the buffer; `handles` by GPU, added by the sender."""
+"""`names`, `dtypes` (torch's names), `shapes` and `offsets` (bytes) of tensors in the buffer; `first` and `last`: whether it is that of its
+stream; `handles` by GPU, added by the sender."""
 _HANDLE = ("handle", "size_bytes", "offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required")
 _PLACES = (7, 8, 9, 11, 12, 13, 14)
 """Of the fields above among the arguments of torch's `rebuild_cuda_tensor`."""
@@ -26,14 +27,14 @@ def fill_buckets(stream: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterat
 
     Raises ValueError for a tensor that is larger than the buffer.
     """
-    bucket, end = _empty(), 0
+    bucket, end = _empty(first=True), 0
     for name, tensor in stream:
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
         if raw.numel() > buffer.numel():
             raise ValueError(f"{name} has {raw.numel()} bytes and a bucket has {buffer.numel()}; a bucket must hold the largest tensor")
         if end + raw.numel() > buffer.numel():
             yield _written(bucket, buffer)
-            bucket, end = _empty(), 0
+            bucket, end = _empty(first=False), 0
         buffer[end : end + raw.numel()] = raw
         bucket["names"].append(name)
         bucket["dtypes"].append(str(tensor.dtype).removeprefix("torch."))
@@ -41,11 +42,12 @@ def fill_buckets(stream: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterat
         bucket["offsets"].append(end)
         end += raw.numel()
     if bucket["names"]:
+        bucket["last"] = True
         yield _written(bucket, buffer)
 
 
-def _empty() -> Bucket:
-    return {"names": [], "dtypes": [], "shapes": [], "offsets": []}
+def _empty(first: bool) -> Bucket:
+    return {"names": [], "dtypes": [], "shapes": [], "offsets": [], "first": first, "last": False}
 
 
 def _written(bucket: Bucket, buffer: Tensor) -> Bucket:

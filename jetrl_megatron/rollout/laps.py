@@ -7,11 +7,11 @@ anyway, for the sums of the hashes or for a server's answer, so that work on a d
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-PARTS = ("hash", "write", "boot", "join", "pause", "load", "verify", "admit", "rest")
-"""In the order of a push, on rank 0. hash: gather all tensors and hash them (nccl, ipc). write: gather, hash and write them (disk).
-boot: start servers and wait for those that come back. join: a new NCCL group. Of the server that took longest: pause: wake for the
-weights, where it slept, and let requests end. load. verify: refresh what the engine derives, hash, compare. admit: wake the KV cache, where
-it slept, empty the prefix cache, resume. rest: what is left of the whole."""
+PARTS = ("write", "boot", "join", "pause", "load", "verify", "admit", "rest")
+"""In the order of a push, on rank 0. write: gather, hash and write all tensors (disk). boot: start servers and wait for those that come
+back. join: a new NCCL group. Of the server that took longest: pause: wake for the weights, where it slept, and let requests end. load: on
+the actor's side of nccl and ipc, gather, send and hash. verify: refresh what the engine derives, hash, wait for the last of the actor's
+hashes, compare. admit: wake the KV cache, where it slept, empty the prefix cache, resume. rest: what is left of the whole."""
 
 
 class Laps:

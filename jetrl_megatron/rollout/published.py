@@ -1,11 +1,13 @@
 """What the actor has published for engines: a version, where it lies, and the fingerprint of every rectangle that an engine rank must hold.
 
-Enters: canonical (Hugging Face) tensors one by one, from the sync side. Leaves: `Published`, against which `differences` compares what an
-engine reports. A rectangle's name is `TENSOR[r0:r1,c0:c1]` in elements, and `TENSOR_scale_inv[...]` in 128x128 blocks.
+Enters: canonical (Hugging Face) tensors one by one, from the sync side. Leaves: `Published`, whose `Expected` is compared by `differences`
+with what an engine reports. Tensors may be sent while they are hashed: `Expected` then comes behind the last of them.
+A rectangle's name is `TENSOR[r0:r1,c0:c1]` in elements, and `TENSOR_scale_inv[...]` in 128x128 blocks.
 Left out: how bytes get there (sync/), how an engine reads them back (vllm_worker.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from conversion.layout import BLOCK, ParallelLayout, check_layout_of
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import Piece, StoredTensor, vllm_tensors
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
 
 Rectangles = dict[str, str]
@@ -25,18 +28,43 @@ MAX_NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published:
+class Expected:
     """One version of the weights as engines must hold it."""
 
     version: WeightVersion
+    by_rank: tuple[Rectangles, ...] = field(repr=False)
+    """By engine rank."""
+    unsigned: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Fingerprints with negative zeros made positive, of the rectangles that hold any; empty for `mix`, whose engines see every zero."""
+
+    def at_hand(self) -> "Future[Expected]":
+        """Return it as something that has come."""
+        came: Future[Expected] = Future()
+        came.set_result(self)
+        return came
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One version of the weights on its way to the engines."""
+
+    step: int
+    """Of the version."""
     directory: Path
     """A Hugging Face directory with config and tokenizer; with the weights too, where `has_weights`."""
     has_weights: bool
     algorithm: Algorithm
-    expected: tuple[Rectangles, ...] = field(repr=False)
-    """By engine rank."""
-    unsigned: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Fingerprints with negative zeros made positive, of the rectangles that hold any; empty for `mix`, whose engines see every zero."""
+    """How the bytes are hashed."""
+    expected: "Future[Expected]" = field(default_factory=Future, repr=False)
+    """Comes when every byte has been hashed, which may be behind the sending; at hand from the beginning where `has_weights`."""
+
+    def settle(self, send: Callable[[], Expected]) -> None:
+        """Run `send` and hand what it returns to all that wait for `expected`; where it raises, they raise RunFailure."""
+        try:
+            self.expected.set_result(send())
+        finally:
+            if not self.expected.done():
+                self.expected.set_exception(RunFailure(f"the actor did not send version {self.step} to its end"))
 
 
 def rectangle_name(name: str, rows: tuple[int, int], cols: tuple[int, int]) -> str:
@@ -99,20 +127,20 @@ class Fingerprints:
             self._unsigned.add(key, plain)
 
     def take(self) -> tuple[list[Rectangles], Rectangles]:
-        """Wait for the device and return `Published.expected` and `Published.unsigned` of all tensors so far."""
+        """Wait for the device and return `Expected.by_rank` and `Expected.unsigned` of all tensors so far."""
         texts = self._hashing.texts()
         return [{key: texts[key] for key in keys} for keys in self._keys], self._unsigned.texts()
 
 
-def differences(published: Published, rank: int, held: Mapping[str, str], unsigned_zeros: Iterable[str] = ()) -> list[str]:
-    """Compare what an engine rank reports with what was published; returns one line a rectangle, empty where all are equal.
+def differences(wanted: Expected, rank: int, held: Mapping[str, str], unsigned_zeros: Iterable[str] = ()) -> list[str]:
+    """Compare what an engine rank reports with what it must hold; returns one line a rectangle, empty where all are equal.
 
     held: the engine's rectangles. unsigned_zeros: those that it could only read back with negative zeros made positive.
     """
-    expected = dict(published.expected[rank])
+    expected = dict(wanted.by_rank[rank])
     for key in unsigned_zeros:
-        if key in published.unsigned:
-            expected[key] = published.unsigned[key]
+        if key in wanted.unsigned:
+            expected[key] = wanted.unsigned[key]
     lines = [f"{key} is missing in the engine" for key in expected.keys() - held.keys()]
     lines += [f"{key} is unknown to the actor" for key in held.keys() - expected.keys()]
     lines += [f"{key} differs" for key in expected.keys() & held.keys() if expected[key] != held[key]]

@@ -35,12 +35,13 @@ def add_mixed_sums(tensor: torch.Tensor, lanes: Sequence[tuple[int, int, int]], 
     unit = gcd(raw.data_ptr(), row_bytes, stride, 8)
     wraps = rows > 1 and row_bytes % 8 != 0
     num_rows, extent = (1, rows * row_bytes) if wraps else (rows, row_bytes)
-    row_words = triton.cdiv(extent, 8)
-    cols = min(BLOCK, max(16, triton.next_power_of_2(row_words)))
-    per_row = triton.cdiv(row_words, cols)
-    tiles = triton.cdiv(num_rows, BLOCK // cols) * per_row
-    turns = triton.cdiv(tiles, min(tiles, PROGRAMS))
-    mix_kernel[(triton.cdiv(tiles, turns),)](
+    # Plain integers: `triton.cdiv` and `next_power_of_2` cost more on the host than all the rest of this function.
+    row_words = -(-extent // 8)
+    cols = min(BLOCK, max(16, 1 << (row_words - 1).bit_length()))
+    per_row = -(-row_words // cols)
+    tiles = -(-num_rows // (BLOCK // cols)) * per_row
+    turns = -(-tiles // PROGRAMS)
+    mix_kernel[(-(-tiles // turns),)](
         raw, sums, tiles, turns, per_row, num_rows, extent, row_words, row_bytes, stride,
         *lanes[0], *lanes[1], UNIT=unit, WRAPS=wraps, COLS=cols, SIZE=BLOCK, num_warps=8,
     )  # fmt: skip
@@ -48,9 +49,10 @@ def add_mixed_sums(tensor: torch.Tensor, lanes: Sequence[tuple[int, int, int]], 
 
 def _rectangle(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
     """Return a tensor's bytes in place, or a copy's where they are no rectangle, with rows, bytes of a row, bytes from row to row."""
-    if tensor.dim() == 2 and tensor.stride(1) == 1 and not tensor.is_contiguous():
+    whole = tensor.is_contiguous()
+    if tensor.dim() and tensor.stride(-1) == 1 and (whole or tensor.dim() == 2):
         raw = tensor.detach().view(torch.uint8)
-        return raw, raw.shape[0], raw.shape[1], raw.stride(0)
+        return (raw, 1, raw.numel(), 0) if whole else (raw, raw.shape[0], raw.shape[1], raw.stride(0))
     raw = flat_bytes(tensor)
     return raw, 1, raw.numel(), 0
 

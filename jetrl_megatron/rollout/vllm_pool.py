@@ -1,15 +1,11 @@
 """N engine servers as one: who may serve, with which weights, and how one that died comes back.
 
 Enters: `Published` weights and a way to load them into one live server. Leaves: completions, each from a server that has reported the
-fingerprints of the pool's version. States of a server:
+fingerprints of the pool's version. The states of one server and its way through them are in vllm_member.py.
 
-    off -> starting -> [blank ->] ready <-> pushing          any -> starting (died, restarted) -> ... -> lost (restarted too often)
-                                  ready -> asleep -> pushing          between `rest` and the next push, where servers share the actor's GPUs
-
-Invariants: only `ready` servers are given requests; a server becomes `ready` only by verification against the pool's current `Published`,
-after its prefix cache was emptied; the version moves when every server that is not `lost` is `ready` with it. A restarted server starts on
-the published directory, so it holds the current weights before its first request; where no weights lie on disk it stays `blank` until the
-next push. A server that slept holds garbage: a push wakes it for its weights, loads and verifies them, and only then wakes its KV cache.
+Invariants: only `ready` servers are given requests; the version moves when every server that is not `lost` is `ready` with it. A restarted
+server starts on the published directory, so it holds the current weights before its first request; where no weights lie on disk it stays
+`blank` until the next push. Servers that share the actor's GPUs sleep between `rest` and the next push.
 One process of the run owns the pool (global rank 0).
 """
 
@@ -18,21 +14,17 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.laps import Laps, slowest
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import Drawn, EngineClient, ServerGone
+from jetrl_megatron.rollout.vllm_member import Load, Member
 from jetrl_megatron.rollout.vllm_server import VllmServer
-from jetrl_megatron.rollout.vllm_verify import verify_weights
 
 _LOG = logging.getLogger(__name__)
-State = Literal["off", "starting", "blank", "ready", "pushing", "asleep", "lost"]
-Load = Callable[[EngineClient, Published], None]
-"""Put published weights into one live, paused server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +33,9 @@ class PoolLimits:
 
     request_timeout_s: float
     push_timeout_s: float
+    """Of one call."""
     max_restarts: int
     """Of one server, over the whole run."""
-
-
-@dataclass(kw_only=True)
-class _Member:
-    """One server and what the pool knows of it."""
-
-    number: int
-    server: VllmServer | None
-    """None for a server that somebody else started, found by its URL."""
-    client: EngineClient | None
-    state: State = "off"
-    restarts: int = 0
-    thread: threading.Thread | None = None
-    started_on: Path | None = None
-    """The weights that it was started with, until it is verified."""
-    problem: str = ""
-    laps: Laps = field(default_factory=Laps)
 
 
 @dataclass(kw_only=True)
@@ -81,14 +57,28 @@ class ServerPool:
         self, servers: Sequence[VllmServer], clients: Sequence[EngineClient], model_config: dict[str, Any], limits: PoolLimits
     ) -> None:
         """Start nothing yet: the first `update` does."""
-        members: list[tuple[VllmServer | None, EngineClient | None]] = [(server, None) for server in servers]
-        members += [(None, client) for client in clients]
-        assert members, "a pool needs a server"
-        self._members = [_Member(number=i, server=s, client=c) for i, (s, c) in enumerate(members)]
-        self._config, self._limits = model_config, limits
-        self._lock, self.counts = threading.RLock(), PoolCounts()
+        ends: list[tuple[VllmServer | None, EngineClient | None]] = [(server, None) for server in servers]
+        ends += [(None, client) for client in clients]
+        assert ends, "a pool needs a server"
+        self.counts = PoolCounts()
+        self._limits = limits
+        self._lock = threading.RLock()
+        """Held to change or compare states."""
+        self._members = [
+            Member(
+                number=number,
+                server=server,
+                client=client,
+                lock=self._lock,
+                model_config=model_config,
+                push_timeout_s=limits.push_timeout_s,
+            )
+            for number, (server, client) in enumerate(ends)
+        ]
         self._published: Published | None = None
-        self._version, self._closed = -1, False
+        """What servers are started on."""
+        self._version = -1
+        self._closed = False
 
     @property
     def version(self) -> int:
@@ -116,9 +106,7 @@ class ServerPool:
 
     def complete(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Drawn:
         """Draw one completion on one server; see `EngineClient.complete`."""
-        client = self._members[number].client
-        assert client is not None, number
-        return client.complete(prompt_ids, params, seed, self._limits.request_timeout_s)
+        return self._members[number].reached().complete(prompt_ids, params, seed, self._limits.request_timeout_s)
 
     def gone(self, number: int, cause: ServerGone) -> None:
         """Hear that a request failed: a server that does not answer is restarted, in the background."""
@@ -136,7 +124,7 @@ class ServerPool:
         """Start the servers that do not run yet and wait for those that are coming back; returns the live ones, not yet verified."""
         with self._lock:
             self._published = published
-        self._each(lambda m: m.state == "off", lambda m: self._guarded(m, lambda: self._boot(m, published)))
+        self._each(lambda m: m.state == "off", lambda m: self._guarded(m, lambda: m.boot(published)))
         with self._lock:
             for member in self._members:
                 member.state = "blank" if member.state == "off" else member.state
@@ -148,7 +136,7 @@ class ServerPool:
 
         load: called in one thread a server, at the same time. left_out: called for each server of `start` that is gone before its load, for
         a `load` that waits for the others. A server that dies on the way is restarted on the published directory. Raises WeightMismatch
-        naming tensors, or RunFailure where no server is left.
+        naming tensors, or RunFailure where no server is left or `published.expected` does not come.
         """
         laps = Laps()
         live = [m for m in self._members if m.state != "lost"]
@@ -156,10 +144,10 @@ class ServerPool:
         laps.lap("boot")
         for _ in [m for m in live if m.state == "lost"]:
             left_out()
-        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: self._bring(m, published, load, left_out)))
+        self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: m.bring(published, load, left_out)))
         self._await_restarts()
         laps.add(slowest(self._members[number].laps for number in self.ready()))
-        self._version, self.counts.push_s = published.version.step, laps.seconds
+        self._version, self.counts.push_s = published.step, laps.seconds
 
     def rest(self) -> None:
         """Put every server to sleep: none answers until the next `update` has verified it.
@@ -167,28 +155,16 @@ class ServerPool:
         One that is coming back comes back first. One that does not answer is stopped, to free its memory; the next push starts it anew.
         """
         self._await_restarts()
-        self._each(lambda m: m.state in ("ready", "blank"), self._lay_down)
+        self._each(lambda m: m.state in ("ready", "blank"), Member.lay_down)
 
-    def _lay_down(self, member: _Member) -> None:
-        client = member.client
-        assert client is not None, member.number
-        with self._lock:
-            member.state, member.started_on = "asleep", None
-        try:
-            client.sleep(self._limits.push_timeout_s)
-        except ServerGone as cause:
-            _LOG.warning("engine server %d did not go to sleep (%s); the next push starts it anew", member.number, cause)
-            if member.server is not None:
-                member.server.stop()
-
-    def _each(self, chosen: Callable[[_Member], bool], work: Callable[[_Member], None]) -> None:
+    def _each(self, chosen: Callable[[Member], bool], work: Callable[[Member], None]) -> None:
         """Do something with several members at the same time; raises what the first of them raised."""
         members = [m for m in self._members if chosen(m)]
         with ThreadPoolExecutor(max_workers=len(members) or 1, thread_name_prefix="pool") as threads:
             for future in [threads.submit(work, member) for member in members]:
                 future.result()
 
-    def _guarded(self, member: _Member, work: Callable[[], None]) -> None:
+    def _guarded(self, member: Member, work: Callable[[], None]) -> None:
         """Do something with one server; one that is gone then is restarted in the background."""
         try:
             work()
@@ -197,54 +173,7 @@ class ServerPool:
             with self._lock:
                 self._restart(member)
 
-    def _boot(self, member: _Member, published: Published) -> None:
-        """Start one server's process, or ask one that somebody else started for the actor's operators; it may not serve yet."""
-        if member.server is not None:
-            member.client = member.server.start(published.directory, published.has_weights)
-            member.started_on = published.directory if published.has_weights else None
-        elif member.client is not None:
-            member.client.rpc("jetrl_prepare", {}, self._limits.push_timeout_s)
-
-    def _bring(self, member: _Member, published: Published, load: Load, left_out: Callable[[], None]) -> None:
-        """Load one live server, unless it was started on these very weights, and verify it."""
-        client, awaited, member.laps = member.client, True, Laps()
-        assert client is not None, member.number
-        try:
-            with self._lock:
-                if member.state == "ready" and member.started_on == published.directory:
-                    return  # it came back a moment ago, on these weights, and is verified
-                slept = member.state == "asleep"
-                member.state = "pushing"
-            if slept:
-                client.wake("weights", self._limits.push_timeout_s)
-            if member.started_on != published.directory:
-                client.pause(self._limits.push_timeout_s)
-                member.laps.lap("pause")
-                awaited = False
-                load(client, published)
-                member.laps.lap("load")
-        finally:
-            if awaited:
-                left_out()
-        member.started_on = None
-        self._admit(member, published, slept)
-
-    def _admit(self, member: _Member, published: Published, slept: bool = False) -> None:
-        """Verify, wake the KV cache of a server that slept, empty the prefix cache and let the server serve."""
-        client = member.client
-        assert client is not None
-        name, timeout_s = f"engine server {member.number}", self._limits.push_timeout_s
-        verify_weights(name, client, published, self._config, timeout_s, refresh=True, slept=slept)
-        member.laps.lap("verify")
-        if slept:
-            client.wake("kv_cache", timeout_s)
-        client.reset_prefix_cache()
-        client.resume()
-        member.laps.lap("admit")
-        with self._lock:
-            member.state = "ready"
-
-    def _restart(self, member: _Member) -> None:
+    def _restart(self, member: Member) -> None:
         """Begin to bring a dead server back; the lock is held."""
         member.restarts += 1
         self.counts.restarts += 1
@@ -255,19 +184,18 @@ class ServerPool:
         member.thread = threading.Thread(target=self._revive, args=(member,), name=f"revive-{member.number}", daemon=True)
         member.thread.start()
 
-    def _revive(self, member: _Member) -> None:
+    def _revive(self, member: Member) -> None:
         """Start a server anew on the current weights; runs in its own thread."""
         published = self._published
         assert published is not None
         member.laps = Laps()
         try:
-            self._boot(member, published)
+            member.boot(published)
             member.laps.lap("boot")
             if member.started_on is not None:
-                self._admit(member, published)
+                member.admit(published)
             else:
-                with self._lock:
-                    member.state = "blank"
+                member.become("blank")
         except (ServerGone, RuntimeError) as error:
             with self._lock:
                 member.problem = str(error)

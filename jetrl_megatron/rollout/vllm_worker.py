@@ -44,21 +44,18 @@ class WeightReader:
         prepare_device()
 
     @torch.no_grad()
-    def jetrl_begin_load(self) -> None:
-        """Ready the model for tensors that `jetrl_load` brings."""
-        begin_reload(worker_model(self))
-
-    @torch.no_grad()
     def jetrl_load(self, bucket: dict[str, Any]) -> None:
-        """Load one bucket of whole canonical tensors from a buffer of the actor on this worker's GPU; see `rollout/bucket.py`."""
+        """Load one bucket of whole canonical tensors from a buffer of the actor on this worker's GPU; see `rollout/bucket.py`.
+
+        The first one of a push readies the model for all, the last one completes it.
+        """
         model = worker_model(self)
+        if bucket["first"]:
+            begin_reload(model)
         cast(Any, model).load_weights(open_bucket(bucket, cast(Any, self).device))
         torch.accelerator.synchronize()
-
-    @torch.no_grad()
-    def jetrl_end_load(self) -> None:
-        """Complete what `jetrl_begin_load` began."""
-        end_reload(worker_model(self), self)
+        if bucket["last"]:
+            end_reload(model, self)
 
     @torch.no_grad()
     def jetrl_fingerprints(self, config: dict[str, Any], algorithm: str, refresh: bool, slept: bool) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class RunDir:
 
     @property
     def data(self) -> Path:
-        """Number and fingerprint of the prompts that the run began with."""
+        """Number and fingerprint of the prompts that the run began with, and the SHA-256 of its tokenizer's files."""
         return self.path / "data.json"
 
     @property
@@ -130,11 +130,12 @@ def _open(path: Path, recipe: Recipe, argv: list[str], device: str, kernels: Map
     return run_dir
 
 
-def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]]) -> None:
-    """Note which prompts the run began with, or compare with what was noted (rank 0).
+def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenizer: Mapping[str, str]) -> None:
+    """Note which prompts and tokenizer the run began with, or compare with what was noted (rank 0).
 
-    prompts: `data.train` and `data.eval` -> number and fingerprint of the prompts, (0, "") where there are none. Raises ValueError when a
-    start in this directory computed something from other prompts.
+    prompts: `data.train` and `data.eval` -> number and fingerprint of the prompts, (0, "") where there are none. tokenizer: file ->
+    SHA-256, because prompts do not show what completions are decoded to. Raises ValueError when a start in this directory computed
+    something from others.
     """
     now = {key: {"prompts": number, "fingerprint": mark} for key, (number, mark) in prompts.items()}
     if run_dir.data.exists() and _computed_something(run_dir):
@@ -142,6 +143,7 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]]) -> None:
             before = json.loads(run_dir.data.read_text())
         except ValueError as error:
             raise ValueError(f"{run_dir.data} is not JSON ({error}); put it back, or set another run.dir") from error
+        _refuse_other_tokenizer(run_dir.path, before.get("tokenizer"), tokenizer)
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
@@ -149,7 +151,19 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]]) -> None:
                 f"the prompts of run.dir {run_dir.path} have changed: {listed}. Restore the data and the tokenizer of that run, "
                 "or start anew with another run.dir"
             )
-    write_durably(run_dir.data, json.dumps(now) + "\n")
+    write_durably(run_dir.data, json.dumps({**now, "tokenizer": dict(tokenizer)}) + "\n")
+
+
+def _refuse_other_tokenizer(path: Path, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
+    """before: None where the latest start noted no tokenizer."""
+    if before is None or before == now:
+        return
+    words = {name: ("missing" if name not in now else "new" if name not in before else "changed") for name in sorted({*before, *now})}
+    listed = ", ".join(f"{name} is {word}" for name, word in words.items() if before.get(name) != now.get(name))
+    raise ValueError(
+        f"the tokenizer of run.dir {path} has changed: {listed}. Restore these files, whose SHA-256 data.json holds, "
+        "or start anew with another run.dir"
+    )
 
 
 def _computed_something(run_dir: RunDir) -> bool:

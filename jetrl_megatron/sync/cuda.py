@@ -5,7 +5,8 @@ and gets the current ones by a push before its first request. Small tensors trav
 
 Rank 0 broadcasts to all engine ranks; with pipeline stages their leaders hand their tensors to rank 0 first, because the API knows
 one sender. A server that dies in the middle of a broadcast blocks it: that push does not come back, unlike one over `disk`.
-Needs CUDA and vLLM 0.26. It has run from one GPU to another with every push verified; see results/LOG.md for what has run.
+Needs CUDA and vLLM 0.26. It has run from one GPU to another with every push verified, when tensors were hashed in a pass before the one
+that sends; hashing in that same pass has run on a CPU, with vLLM's sender replaced (tests/dist). See results/LOG.md for what has run.
 """
 
 import socket
@@ -20,36 +21,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.fingerprint import algorithm_for
 from jetrl_megatron.rollout.laps import Laps
-from jetrl_megatron.rollout.published import Published
+from jetrl_megatron.rollout.published import Expected, Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import RunGroup
 from jetrl_megatron.rollout.vllm_pool import ServerPool
-from jetrl_megatron.sync.transport import Share, StageRecord, engine_config, merge_shares, write_model_files
+from jetrl_megatron.sync.transport import StageRecord, check_sent, engine_config, merge_shares, write_model_files
 from jetrl_megatron.sync.wire import StageWire
 
 _BUFFER_BYTES = 512 * 2**20
 
 
 class MemoryTransport:
-    """What NCCL and IPC have in common: a model directory without weights, and names that every server is told before the bytes."""
+    """What NCCL and IPC have in common: a model directory without weights, and one pass in which every tensor is sent and hashed.
+
+    Servers are started and told names before the bytes; what they must hold comes behind the last byte, before the pool verifies it.
+    """
 
     def __init__(self, root: Path, source_dir: Path, group: RunGroup, *, engine_tp: int, timeout_s: float) -> None:
         """root: gets config and tokenizer. source_dir: the run's HF directory. group: all ranks. engine_tp: of the servers."""
         self._root, self._source_dir, self._group = root, source_dir, group
         self._engine_tp, self._timeout_s = engine_tp, timeout_s
 
-    def _published(self, wire: StageWire, shares: list[Share], step: int) -> Published:
-        if not (self._root / "config.json").is_file():
-            write_model_files(self._root, engine_config(wire.arch, wire.fp8, self._source_dir), self._source_dir)
-        return merge_shares(wire, shares, self._root, step, has_weights=False)
+    def _start(self, wire: StageWire, pool: ServerPool, step: int, laps: Laps) -> tuple[Published, list[EngineClient]]:
+        """On rank 0: check the names, start what does not run, and tell the other ranks, which wait in `_started`, whether to send.
 
-    def _hash(self, wire: StageWire) -> Share | None:
-        """Hash what this stage is going to send: engines are compared with it, so it has to be known before they are loaded."""
-        record = StageRecord(wire, self._engine_tp)
-        for _ in record.watch(wire.stream()):
-            pass
-        return record.share() if wire.receives else None
+        They take no memory before a booting server has measured what is left.
+        """
+        started = False
+        try:
+            check_sent(wire, [name for _, names in wire.stages() for name in names], step)
+            if not (self._root / "config.json").is_file():
+                write_model_files(self._root, engine_config(wire.arch, wire.fp8, self._source_dir), self._source_dir)
+            published = Published(step=step, directory=self._root, has_weights=False, algorithm=algorithm_for(wire.device))
+            clients = pool.start(published)
+            laps.lap("boot")
+            self._join(clients, laps)
+            started = True
+        finally:
+            self._group.from_first(started)
+        return published, clients
+
+    def _started(self) -> bool:
+        """On the other ranks: wait for rank 0 and return whether to send."""
+        return bool(self._group.from_first(None))
+
+    def _join(self, clients: list[EngineClient], laps: Laps) -> None:
+        """Make ready to send to these servers."""
 
     def close(self) -> None:
         """Nothing is held between pushes."""
@@ -68,39 +87,47 @@ class NcclTransport(MemoryTransport):
         self._communicator, self._members = None, ()
 
     def push(self, wire: StageWire, pool: ServerPool | None, step: int, laps: Laps) -> WeightVersion | None:
-        """Broadcast while every server receives. See `Transport.push`."""
-        shares = self._group.to_first(self._hash(wire) if wire.replica == 0 else None)
+        """Broadcast while every server receives; each stage's leader hashes what it sends. See `Transport.push`."""
+        record = StageRecord(wire, self._engine_tp)
+        stream = record.watch(wire.stream())
         if pool is None:
-            if wire.replica == 0:
-                _send_to_first(wire)
+            if self._started():
+                if wire.replica == 0:
+                    _send_to_first(stream)
+                self._group.to_first(record.share() if wire.replica == 0 and wire.receives else None)
             return None
-        assert shares is not None
-        published = self._published(wire, [s for s in shares if s is not None], step)
-        laps.lap("hash")
-        clients = pool.start(published)
-        laps.lap("boot")
-        self._join(clients)
-        laps.lap("join")
-        names, dtypes, shapes = _described(wire, shares)
-        update = {"names": names, "dtype_names": dtypes, "shapes": shapes, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
+        published, _ = self._start(wire, pool, step, laps)
+        described, order = wire.described(), [name for _, names in wire.stages() for name in names]
+        update = {
+            "names": order,
+            "dtype_names": [described[name][0] for name in order],
+            "shapes": [list(described[name][1]) for name in order],
+            "packed": True,
+            "packed_buffer_size_bytes": _BUFFER_BYTES,
+        }
 
         def load(client: EngineClient, _: Published) -> None:
             client.control("/start_weight_update", None, self._timeout_s)
             client.control("/update_weights", {"update_info": update}, self._timeout_s)
             client.control("/finish_weight_update", None, self._timeout_s)
 
-        def broadcast() -> None:
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+        def send() -> Expected:
+            self._broadcast(wire, _from_stages(wire, stream))
+            shares = self._group.to_first(record.share())
+            assert shares is not None
+            return merge_shares(wire, [share for share in shares if share is not None], step)
 
-            arguments = {"group": self._communicator, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
-            tensors = made_on(torch.cuda.current_stream(wire.device), _from_stages(wire))
-            NCCLWeightTransferEngine.trainer_send_weights(tensors, arguments)
-            torch.cuda.synchronize()
+        beside(lambda: pool.update(published, load), lambda: published.settle(send))
+        return published.expected.result().version
 
-        beside(lambda: pool.update(published, load), broadcast)
-        return published.version
+    def _broadcast(self, wire: StageWire, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    def _join(self, clients: list[EngineClient]) -> None:
+        arguments = {"group": self._communicator, "packed": True, "packed_buffer_size_bytes": _BUFFER_BYTES}
+        NCCLWeightTransferEngine.trainer_send_weights(made_on(torch.cuda.current_stream(wire.device), tensors), arguments)
+        torch.cuda.synchronize()
+
+    def _join(self, clients: list[EngineClient], laps: Laps) -> None:
         """Make the group anew where the servers are not those of the last push."""
         members = tuple(client.url for client in clients)
         if members == self._members:
@@ -127,20 +154,14 @@ class NcclTransport(MemoryTransport):
             for future in asked:
                 future.result()
         self._members = members
+        laps.lap("join")
 
 
-def _described(wire: StageWire, shares: list[Share | None]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Return names, dtypes and shapes in the order in which rank 0 broadcasts."""
-    described = wire.described()
-    order = [name for share in shares if share is not None for name in share["names"]]
-    return order, [described[name][0] for name in order], [list(described[name][1]) for name in order]
-
-
-def _from_stages(wire: StageWire) -> Iterator[tuple[str, Tensor]]:
+def _from_stages(wire: StageWire, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """On rank 0: its own stage's tensors, then those of the other stages' leaders, in the order of the stages."""
-    yield from wire.stream()
+    yield from own
     described = wire.described()
-    for leader, names in wire.other_stages():
+    for leader, names in wire.stages()[1:]:
         for name in names:
             dtype, shape = described[name]
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=wire.device)
@@ -165,9 +186,9 @@ def made_on(home: torch.cuda.Stream, stream: Iterator[tuple[str, Tensor]]) -> It
         yield made
 
 
-def _send_to_first(wire: StageWire) -> None:
+def _send_to_first(stream: Iterator[tuple[str, Tensor]]) -> None:
     """On the ranks of the first replica but rank 0: gather, and hand a later stage's tensors to rank 0."""
-    for _, tensor in wire.stream():
+    for _, tensor in stream:
         dist.send(tensor.contiguous().view(torch.uint8), dst=0)
 
 

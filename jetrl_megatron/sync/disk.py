@@ -19,6 +19,7 @@ from conversion.files import SafetensorsFile, ShardWriter, TensorSpec
 from conversion.targets import hf_index
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.rollout.fingerprint import algorithm_for
 from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
@@ -55,14 +56,16 @@ class DiskTransport:
         if pool is None:
             return None
         assert shares is not None
-        published = merge_shares(wire, [s for s in shares if s is not None], final, step, has_weights=True)
+        expected = merge_shares(wire, [s for s in shares if s is not None], step)
+        algorithm = algorithm_for(wire.device)
+        published = Published(step=step, directory=final, has_weights=True, algorithm=algorithm, expected=expected.at_hand())
         self._publish(wire, partial, final)
         laps.lap("write")
         pool.update(published, self._load)
         for old in self._root.iterdir():
             if old != final:
                 shutil.rmtree(old)
-        return published.version
+        return expected.version
 
     def close(self) -> None:
         """Nothing is held between pushes; the directory stays for servers that come back."""

@@ -2,11 +2,12 @@
 
 Enters: the stage wires. Leaves: verified servers, and no weights on a disk, as with NCCL. Each rank gathers whole tensors over its TP group
 into a buffer on its GPU; rank 0 collects where all the buffers are and posts that, bucket by bucket, to every server at the same time; each
-worker reads the buffer on its own GPU. The next bucket is filled when every server has read the last. A server that dies leaves the push,
-and gets its weights by the next one; the rest goes on.
+worker reads the buffer on its own GPU. The next bucket is filled when every server has read the last. Rank 0 hashes its tensors as they
+pass, and every server is held to that. A server that dies leaves the push, and gets its weights by the next one; the rest goes on.
 It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26; see results/LOG.md for what has run.
 """
 
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.bucket import Bucket, fill_buckets, gpu_name, show_buffer
 from jetrl_megatron.rollout.laps import Laps
-from jetrl_megatron.rollout.published import Published
+from jetrl_megatron.rollout.published import Expected, Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.cuda import MemoryTransport, beside
 from jetrl_megatron.sync.relay import Relay
+from jetrl_megatron.sync.transport import StageRecord, merge_shares
 from jetrl_megatron.sync.wire import StageWire
 
 _BUFFER_BYTES = 512 * 2**20
@@ -35,27 +37,15 @@ class IpcTransport(MemoryTransport):
         """
         if wire.num_stages > 1:
             raise ValueError("rollout.vllm.transport=ipc needs parallel.pp=1: with stages no rank holds all tensors; use disk")
-        shares = self._group.to_first(self._hash(wire))
         if pool is None:
-            if self._group.from_first(None):
-                self._show(wire, None)
+            if self._started():
+                self._show(wire, None, wire.stream())
             return None
-        assert shares is not None
-        published = self._published(wire, shares[:1], step)
-        laps.lap("hash")
-        relay = self._start(pool, published)
-        laps.lap("boot")
+        published, clients = self._start(wire, pool, step, laps)
+        relay: Relay[Bucket] = Relay(len(clients))
 
         def load(client: EngineClient, _: Published) -> None:
-            begun = False
-            try:
-                client.rpc("jetrl_begin_load", {}, self._timeout_s)
-                begun = True
-            finally:
-                if not begun:
-                    relay.leave()
             relay.follow(lambda bucket: client.rpc("jetrl_load", {"bucket": bucket}, self._timeout_s))
-            client.rpc("jetrl_end_load", {}, self._timeout_s)
 
         def update() -> None:
             try:
@@ -63,25 +53,20 @@ class IpcTransport(MemoryTransport):
             finally:
                 relay.close()
 
-        beside(update, lambda: self._show(wire, relay))
-        return published.version
+        def send() -> Expected:
+            record = StageRecord(wire, self._engine_tp)
+            self._show(wire, relay, record.watch(wire.stream()))
+            return merge_shares(wire, [record.share()], step)
 
-    def _start(self, pool: ServerPool, published: Published) -> "Relay[Bucket]":
-        """Start what does not run; the other ranks take no memory before a booting server has measured what is left."""
-        started = False
-        try:
-            relay: Relay[Bucket] = Relay(len(pool.start(published)))
-            started = True
-        finally:
-            self._group.from_first(started)
-        return relay
+        beside(update, lambda: published.settle(send))
+        return published.expected.result().version
 
-    def _show(self, wire: StageWire, relay: Relay[Bucket] | None) -> None:
+    def _show(self, wire: StageWire, relay: Relay[Bucket] | None, stream: Iterator[tuple[str, Tensor]]) -> None:
         """Fill this rank's buffer again and again; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""
         buffer = new_buffer(_buffer_bytes(wire), wire.device)
         mine = (gpu_name(wire.device), show_buffer(buffer))
         try:
-            for bucket in fill_buckets(wire.stream(), buffer):
+            for bucket in fill_buckets(stream, buffer):
                 handles = self._group.to_first(mine)
                 if relay is not None:
                     assert handles is not None

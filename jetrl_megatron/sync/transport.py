@@ -1,13 +1,13 @@
 """What every transport does: take a stage's stream, bring it to the pool, and say what must have arrived.
 
-Enters: `StageWire` on every rank, the pool on rank 0. Leaves: `Published` on rank 0, after the pool has verified it. The names are checked
-before a byte is sent: what the model must have against what the wire holds.
+Enters: `StageWire` on every rank, the pool on rank 0. Leaves: the version on rank 0, after the pool has verified it. The names that passed
+are checked against what the model must have, before engines are held to them.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +17,10 @@ from conversion.architecture import ModelArchitecture, read_config
 from conversion.names import check_names
 from conversion.output import carried_files
 from conversion.quantization_config import quantization_config
-from conversion.shards import hf_tensors
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.fingerprint import algorithm_for
 from jetrl_megatron.rollout.laps import Laps
-from jetrl_megatron.rollout.published import Fingerprints, Published, Rectangles
+from jetrl_megatron.rollout.published import Expected, Fingerprints, Rectangles
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.wire import StageWire
 
@@ -57,41 +56,40 @@ class StageRecord:
         self._names: list[str] = []
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass a stream on, hashing each tensor."""
+        """Pass a stream on and hash each tensor behind that, so that nobody waits for its hash; the stream must be taken to its end.
+
+        A tensor stays what it is until the next is asked for.
+        """
         for name, tensor in stream:
             self._names.append(name)
-            self._prints.add(name, tensor)
             yield name, tensor
+            self._prints.add(name, tensor)
 
     def share(self) -> Share:
         """Wait for the hashes and return what rank 0 needs to know."""
         expected, unsigned = self._prints.take()
-        return {"names": self._names, "expected": expected, "unsigned": unsigned, "algorithm": self._prints.algorithm}
+        return {"names": self._names, "expected": expected, "unsigned": unsigned}
 
 
-def merge_shares(wire: StageWire, shares: list[Share], directory: Path, step: int, has_weights: bool) -> Published:
+def merge_shares(wire: StageWire, shares: list[Share], step: int) -> Expected:
     """Put the stages' shares together into what every engine rank must hold.
 
     Raises ValueError naming tensors that no stage sent, and tensors that the model does not have.
     """
-    wanted = [n for t in hf_tensors(wire.arch, wire.fp8) for n in ((t.name, t.scale_name) if t.fp8 else (t.name,))]
-    sent = [name for share in shares for name in share["names"]]
-    check_names(f"weight push of version {step}", wanted, sent)
-    assert len(sent) == len(set(sent)), "a tensor was sent by two stages"
+    check_sent(wire, [name for share in shares for name in share["names"]], step)
     expected: list[Rectangles] = [{} for _ in shares[0]["expected"]]
     unsigned: Rectangles = {}
     for share in shares:
         for rank, rectangles in enumerate(share["expected"]):
             expected[rank].update(rectangles)
         unsigned.update(share["unsigned"])
-    return Published(
-        version=WeightVersion(step, digest_of_rectangles(expected)),
-        directory=directory,
-        has_weights=has_weights,
-        algorithm=shares[0]["algorithm"],
-        expected=tuple(expected),
-        unsigned=unsigned,
-    )
+    return Expected(version=WeightVersion(step, digest_of_rectangles(expected)), by_rank=tuple(expected), unsigned=unsigned)
+
+
+def check_sent(wire: StageWire, names: Sequence[str], step: int) -> None:
+    """Check the names of all stages together; raises ValueError naming tensors that are missing, and those that the model does not have."""
+    check_names(f"weight push of version {step}", wire.described(), names)
+    assert len(names) == len(set(names)), "a tensor is sent by two stages"
 
 
 def digest_of_rectangles(expected: list[Rectangles]) -> str:

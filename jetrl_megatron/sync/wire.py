@@ -96,10 +96,10 @@ class StageWire:
                 found[target.scale_name] = ("float32", target.scale_shape)
         return found
 
-    def other_stages(self) -> list[tuple[int, list[str]]]:
-        """Return, for each pipeline stage but the first, its leader's global rank and the names that it streams."""
+    def stages(self) -> list[tuple[int, list[str]]]:
+        """Return, for each pipeline stage, the global rank that stands in it where this one does, and the names that it streams."""
         group = mpu.get_pipeline_model_parallel_group()
-        return [(dist.get_global_rank(group, stage), self._names_of(stage)) for stage in range(1, self.num_stages)]
+        return [(dist.get_global_rank(group, stage), self._names_of(stage)) for stage in range(self.num_stages)]
 
     def _names_of(self, stage: int) -> list[str]:
         places = {rank_key(stage, t, v) for t in range(self._actor.layout.tp) for v in range(self._actor.layout.vpp)}

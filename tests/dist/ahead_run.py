@@ -44,7 +44,7 @@ class FakePool:
         self.counts = PoolCounts()
 
     def update(self, published: Any, load: Any) -> None:
-        self.digest, self.version, self.servers = published.version.sha256, published.version.step, [0, 1]
+        self.digest, self.version, self.servers = published.expected.result().version.sha256, published.step, [0, 1]
         self.log.append(f"push {self.version}")
 
     def blank(self) -> bool:

@@ -1,4 +1,4 @@
-"""What one rank of the IPC test does: pushes to servers made of Python that read what the ranks show; a GPU buffer is a file here."""
+"""What one rank of the IPC tests does: pushes to servers made of Python that read what the ranks show; a GPU buffer is a file here."""
 
 import hashlib
 import threading
@@ -27,15 +27,10 @@ class FakeClient:
         self.gpu, self.dies_at, self.calls, self.held = gpu, dies_at, [], {}  # type: ignore[var-annotated]
 
     def rpc(self, method: str, kwargs: Any, timeout_s: float) -> list[Any]:
-        if method != "jetrl_load":
-            if self.dies_at == BEFORE:
-                raise ServerGone("reset")
-            self.calls.append(method)
-            return [None]
-        if self.calls.count("jetrl_load") == self.dies_at:
-            raise ServerGone("reset")
-        self.calls.append(method)
         told = kwargs["bucket"]
+        if self.dies_at == (BEFORE if told["first"] else len(self.calls)):
+            raise ServerGone("reset")
+        self.calls.append((method, told["first"], told["last"]))
         buffer = torch.from_file(told["handles"][f"gpu {self.gpu}"], size=ipc._BUFFER_BYTES, dtype=torch.uint8)
         for name, tensor in bucket.read_bucket(told, buffer):
             self.held[name] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -43,10 +38,11 @@ class FakeClient:
 
 
 class FakePool:
-    """Loads its servers at the same time; one that is gone is left out, as the real one does until it is back."""
+    """Loads its servers at the same time and waits for what they must hold; one that is gone is left out, as in the real one, until it is back."""
 
     def __init__(self, clients: list[FakeClient]) -> None:
         self.clients, self.gone, self.counts = clients, [], PoolCounts()  # type: ignore[var-annotated]
+        self.expected: Any = None
 
     def start(self, published: Any) -> list[FakeClient]:
         return self.clients
@@ -66,10 +62,23 @@ class FakePool:
             thread.start()
         for thread in threads:
             thread.join()
+        self.expected = published.expected.result(60.0)
 
 
-def push(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> Any:
-    """Push to one server a rank; returns what the servers were asked and hold, on rank 0."""
+class Passes:
+    """Counts how often the tensors of a wire are gathered."""
+
+    def __init__(self, wire: Any) -> None:
+        self.number, self._stream = 0, wire.stream
+        wire.stream = self.stream
+
+    def stream(self) -> Any:
+        self.number += 1
+        yield from self._stream()
+
+
+def publisher_of(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> tuple[Publisher, FakePool | None]:
+    """Return what pushes to one server a rank, on this rank, and the pool on rank 0."""
     actor = build(hf_dir, tp, 1, "k_complete", "jetrl")
     group = RunGroup(60.0)
     file = Path(root) / f"buffer{group.rank}"
@@ -83,7 +92,31 @@ def push(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> An
     if group.rank == 0:
         pool = FakePool([FakeClient(gpu, dies_at if gpu == 1 else ALIVE) for gpu in range(group.size)])
     transport = ipc.IpcTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0)
-    version = Publisher(actor, pool, transport, group, everywhere=True, shares_device=True).push()  # type: ignore[arg-type]
+    return Publisher(actor, pool, transport, group, everywhere=True, shares_device=True), pool  # type: ignore[arg-type]
+
+
+def push(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> Any:
+    """Push to one server a rank; returns what the servers were asked and hold, on rank 0."""
+    publisher, pool = publisher_of(hf_dir, root, tp, bucket_bytes, dies_at)
+    passes = Passes(publisher._wire)
+    version = publisher.push()
+    assert passes.number == 1, "tensors are hashed in the pass in which they are sent"
     if pool is None:
         return version
-    return version, pool.gone, [(client.calls, client.held) for client in pool.clients]
+    return version, pool.gone, [(client.calls, client.held) for client in pool.clients], pool.expected.by_rank
+
+
+def push_stale(hf_dir: str, root: str) -> Any:
+    """Push, then fail while the weights are sent; returns the versions and what was raised."""
+    publisher, pool = publisher_of(hf_dir, root, 1, 300_000, ALIVE)
+    first = publisher.push()
+    actor = publisher._actor
+    actor.version = 1
+    with torch.no_grad():
+        actor.chunks[-1].get_submodule("decoder.layers.1.mlp.linear_fc2").weight.mul_(1.5)
+    error = ""
+    try:
+        publisher.push()
+    except RuntimeError as caught:
+        error = str(caught)
+    return first, publisher.version, error, None if pool is None else [len(client.calls) for client in pool.clients]

@@ -166,6 +166,10 @@ def test_stopped_in_an_evaluation(whole: dict, tmp_path: Path) -> None:
     starts = [json.loads(line) for line in RunDir(folder).environment.read_text().splitlines()]
     keys = ("precision.attention", "precision.attention_backward", "precision.backend")
     assert [line["kernels"] for line in starts] == [dict.fromkeys(keys, "reference")] * 2
+    tokenizer = RunDir(folder).initial_model / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"Z"', '"Ä"'))  # no prompt has it, a completion may
+    done = start(folder, ONE)
+    assert done.returncode == 2 and "the tokenizer of run.dir" in done.stderr and "tokenizer.json is changed" in done.stderr, done.stderr
 
 
 def test_two_tensor_parallel_ranks_killed_and_stopped(tmp_path: Path) -> None:

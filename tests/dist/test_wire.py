@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from conversion.convert import Target, convert
-from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE
+from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_stale
 from tests.dist.ipc_run import push as push_ipc
+from tests.dist.nccl_run import push as push_nccl
 from tests.dist.ranks import run_ranks
 from tests.dist.wire_run import push, push_once, stream_all
 from tests.tiny_models import write_tiny_model
@@ -89,12 +90,38 @@ def test_two_stages_write_one_checkpoint(models, tmp_path):
 @pytest.mark.parametrize(("tp", "dies_at"), [(1, ALIVE), (2, ALIVE), (1, 2), (1, ASLEEP), (1, BEFORE)])
 def test_ipc_brings_every_server_the_buffer_of_the_rank_on_its_gpu(models, tmp_path, tp, dies_at):
     """Two replicas (tp=1) or two TP ranks, a server on each; the one on GPU 1 may die before or in the middle, and the other goes on."""
-    (version, gone, servers), other = run_ranks(push_ipc, 2, str(models["qwen3"]), str(tmp_path), tp, 300_000, dies_at)
+    (version, gone, servers, by_rank), other = run_ranks(push_ipc, 2, str(models["qwen3"]), str(tmp_path), tp, 300_000, dies_at)
     assert version == other and gone == ([] if dies_at == ALIVE else [1])
     wanted = {name: digest for name, (_, _, digest) in table(models["qwen3"].with_name("qwen3-fp8")).items()}
+    assert {key.partition("[")[0]: text for key, text in by_rank[0].items()} == {name: f"sha256:{text}" for name, text in wanted.items()}
     for gpu, (calls, held) in enumerate(servers):
-        if gpu in gone:
-            assert calls == (["jetrl_begin_load", *["jetrl_load"] * dies_at] if dies_at > 0 else [])
-        else:
-            assert held == wanted
-            assert calls[0] == "jetrl_begin_load" and calls[-1] == "jetrl_end_load" and calls.count("jetrl_load") > 3
+        number = len(servers[0][0])
+        whole = [("jetrl_load", n == 0, n == number - 1) for n in range(number)]
+        assert number > 3 and calls == (whole[: max(dies_at, 0)] if gpu in gone else whole)
+        assert gpu in gone or held == wanted
+
+
+def test_a_push_by_ipc_that_fails_while_it_sends_keeps_the_version(models, tmp_path):
+    ((first, after, error, calls),) = run_ranks(push_stale, 1, str(models["qwen3"]), str(tmp_path))
+    assert after == first and first.step == 0 and "was modified after the last refresh" in error
+    assert calls[0] > 0
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (1, 1)])
+def test_nccl_sends_what_it_announced_in_one_pass_and_every_stage_says_what_it_sent(models, tmp_path, tp, pp):
+    """One or two stages or TP ranks, or two replicas, to two servers; vLLM's sender is one of Python here."""
+    (version, expected, update, sent, events), other = run_ranks(push_nccl, 2, str(models["llama"]), str(tmp_path), tp, pp)
+    assert version == other == expected.version
+    wanted = table(models["llama"].with_name("llama-fp8"))
+    assert {name: kept for name, kept in sent} == wanted and [name for name, _ in sent] == update["names"]
+    described = list(zip(update["names"], update["dtype_names"], map(tuple, update["shapes"]), strict=True))
+    assert described == [(name, kept[0].removeprefix("torch."), kept[1]) for name, kept in sent]
+    texts = {key.partition("[")[0]: text for key, text in expected.by_rank[0].items()}
+    assert texts == {name: f"sha256:{text}" for name, (_, _, text) in wanted.items()}
+    routes = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert events == [routes, routes]
+
+
+def test_a_server_that_does_not_start_fails_the_nccl_push_on_every_rank(models, tmp_path):
+    errors = run_ranks(push_nccl, 2, str(models["llama"]), str(tmp_path), 2, 1, "server 0 does not start")
+    assert errors == ["server 0 does not start", "rank 0: server 0 does not start"]

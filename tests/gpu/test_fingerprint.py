@@ -8,18 +8,7 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint  # noqa: E402
-
-
-def matrix(rows: int, cols: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    draw = torch.Generator("cuda").manual_seed(rows)
-    return torch.randint(0, 256, (rows, cols * dtype.itemsize), dtype=torch.uint8, device="cuda", generator=draw).view(dtype)
-
-
-def by_kernel(*tensors: torch.Tensor) -> list[str]:
-    hashing = Hashing("mix")
-    for number, tensor in enumerate(tensors):
-        hashing.add(str(number), tensor)
-    return list(hashing.texts().values())
+from tests.rectangles import by_kernel, matrix  # noqa: E402
 
 
 def test_rectangles_of_real_shapes_have_the_sums_of_the_definition():

@@ -54,7 +54,7 @@ class Watch:
             published = self.pool._published
             for number in self.pool.ready():
                 verify(self.pool, number, self.pool._members[number].client, published)
-            self.held.append(published.version.step)
+            self.held.append(published.step)
         return values
 
     def finish(self, session: Any, begun: Any) -> Any:

@@ -13,7 +13,7 @@ from conversion.names import SCALE_SUFFIX
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.data.tokenizer import build_char_tokenizer
 from jetrl_megatron.loop.synthetic_model import ALPHABET
-from jetrl_megatron.rollout.published import Fingerprints, Published
+from jetrl_megatron.rollout.published import Expected, Fingerprints, Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
 from jetrl_megatron.rollout.vllm_server import ServerSpec, VllmServer
@@ -47,14 +47,8 @@ def publish(directory: Path, step: int) -> Published:
     for name, tensor in tensors.items():
         prints.add(name, tensor)
     expected, unsigned = prints.take()
-    return Published(
-        version=WeightVersion(step, directory.name),
-        directory=directory,
-        has_weights=True,
-        algorithm="sha256",
-        expected=tuple(expected),
-        unsigned=unsigned,
-    )
+    held = Expected(version=WeightVersion(step, directory.name), by_rank=tuple(expected), unsigned=unsigned)
+    return Published(step=step, directory=directory, has_weights=True, algorithm="sha256", expected=held.at_hand())
 
 
 def make_pool(directory: Path, num_servers: int, log_dir: Path, key: str) -> ServerPool:
@@ -85,4 +79,4 @@ def load_from_disk(client, published):
 def verify(pool: ServerPool, number: int, client: EngineClient | None, published: Published | None, refresh: bool = False) -> None:
     """Ask a server, as an outsider, whether it holds what was published; without `refresh` nothing in it changes."""
     assert client is not None and published is not None
-    verify_weights(f"engine server {number}", client, published, pool._config, 120.0, refresh=refresh, slept=False)
+    verify_weights(f"engine server {number}", client, published, pool._members[number].model_config, 120.0, refresh=refresh, slept=False)

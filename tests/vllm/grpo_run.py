@@ -47,14 +47,14 @@ class Killer:
         with self._lock:
             if client.url not in [url for url, _ in self.first_use]:
                 verify(self.pool, number, client, self.pool._published)
-                self.first_use.append((client.url, self.pool._published.version.step))
+                self.first_use.append((client.url, self.pool._published.step))
             self.sent += 1
             if self.step == 2 and self.sent == 6:
                 self.kill(0, "rollout")
         return self._complete(number, *rest)
 
     def load(self, client: Any, published: Any) -> None:
-        if published.version.step == 3 and client is self.pool._members[1].client:
+        if published.step == 3 and client is self.pool._members[1].client:
             self.kill(1, "push")
         self._load(client, published)
 

@@ -20,13 +20,11 @@ def load_in_buckets(path, left_out=""):
         buffer = torch.from_file(str(path), shared=True, size=NUM_BYTES, dtype=torch.uint8)
         tensors = [(n, t) for n, t in load_file(published.directory / "model.safetensors").items() if n != left_out]
         handles = {"file": {"path": str(path), "num_bytes": NUM_BYTES}}
-        client.rpc("jetrl_begin_load", {}, 60.0)
         buckets = 0
         for bucket in fill_buckets(tensors, buffer):
             client.rpc("jetrl_load", {"bucket": {**bucket, "handles": handles}}, 60.0)
             buckets += 1
         assert buckets > 3
-        client.rpc("jetrl_end_load", {}, 60.0)
 
     return load
 

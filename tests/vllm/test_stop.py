@@ -19,7 +19,7 @@ WORDS = (
     "rollout.group_size=4", "rollout.max_new_toks=8", "reward.function=tests.vllm.grpo_run:odd_length", "reward.workers=1",
     "grpo.dynamic_sampling=false", "optim.lr=1.0e-3",
 )  # fmt: skip
-LOAD = "jetrl_megatron.rollout.vllm_pool:ServerPool._bring"
+LOAD = "jetrl_megatron.rollout.vllm_member:Member.bring"
 
 
 def start(folder: Path, interrupt: str = "") -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.data.tokenizer import CHAR_SPECIALS, build_char_tokenizer, load_tokenizer, replace_tokenizer, stop_token_ids
+from jetrl_megatron.data.tokenizer import (
+    CHAR_SPECIALS,
+    build_char_tokenizer,
+    load_tokenizer,
+    replace_tokenizer,
+    stop_token_ids,
+    tokenizer_digests,
+)
 
 ALPHABET = "0123456789+= \nab"
 
@@ -111,6 +118,22 @@ def test_a_tokenizer_is_replaced_whole(folder: Path, tmp_path: Path) -> None:
         "config.json": b"{}"
     }
     assert load_tokenizer(tmp_path).encode("37+58=") == load_tokenizer(folder).encode("37+58=")
+
+
+def test_digests_are_of_the_tokenizers_files_alone_and_see_a_change_of_the_text_of_a_token(tmp_path: Path) -> None:
+    build_char_tokenizer(tmp_path, "xyz")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool.jinja").write_text("")
+    (tmp_path / "model.safetensors").write_text("weights")
+    before = tokenizer_digests(tmp_path)
+    assert before["additional_chat_templates/tool.jinja"] == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+    assert {"tokenizer.json", "tokenizer_config.json"} < before.keys() and "model.safetensors" not in before
+    ids = load_tokenizer(tmp_path).encode("xy")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"z"', '"w"'))
+    assert load_tokenizer(tmp_path).encode("xy") == ids, "prompts do not show it"
+    after = tokenizer_digests(tmp_path)
+    assert [name for name in before if after[name] != before[name]] == ["tokenizer.json"] and after.keys() == before.keys()
 
 
 def test_missing_tokenizers_are_named(tmp_path: Path) -> None:

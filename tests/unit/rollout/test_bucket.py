@@ -43,17 +43,17 @@ def shown(monkeypatch):
 @pytest.mark.parametrize("num_bytes", [200, 256, 10_000])
 def test_every_tensor_comes_out_once_with_its_bits_whatever_fits_a_bucket(shown, num_bytes):
     buffer = shown["handle"] = torch.zeros(num_bytes, dtype=torch.uint8)
-    found, num_buckets = {}, 0
+    found, ends = {}, []
     for bucket in fill_buckets(tensors().items(), buffer):
         sent = json.loads(json.dumps({**bucket, "handles": {"gpu 7": "handle"}}))
         for name, tensor in open_bucket(sent, CPU):
             assert name not in found
             found[name] = tensor
-        num_buckets += 1
+        ends.append((sent["first"], sent["last"]))
     buffer.fill_(0)  # what was read is a copy
     wanted = tensors()
     assert list(found) == list(wanted) and all(same(found[n], wanted[n]) for n in wanted)
-    assert (num_buckets == 1) == (num_bytes == 10_000)
+    assert ends == [(n == 0, n == len(ends) - 1) for n in range(len(ends))] and (len(ends) == 1) == (num_bytes == 10_000)
 
 
 def test_a_tensor_larger_than_a_bucket_is_refused():

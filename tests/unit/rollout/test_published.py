@@ -1,7 +1,5 @@
 """Fingerprints tell any two different tensors apart; what an engine must hold is compared rectangle by rectangle, by name."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from conversion.layout import fp8_modules
 from conversion.shards import hf_tensors
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.rollout.fingerprint import fingerprint, unsigned_zero
-from jetrl_megatron.rollout.published import Fingerprints, Published, differences, engine_pieces
+from jetrl_megatron.rollout.published import Expected, Fingerprints, differences, engine_pieces
 from tests.tiny_models import tiny_config
 
 ARCH = ModelArchitecture.from_hf_config(tiny_config("qwen3", num_hidden_layers=1).to_dict())
@@ -51,7 +49,7 @@ def test_unsigned_zero_changes_negative_zeros_alone():
     )
 
 
-def published(tp, fp8, change=None, negative_zero="", algorithm="sha256"):
+def expected(tp, fp8, change=None, negative_zero="", algorithm="sha256"):
     prints = Fingerprints(ARCH, tp, fp8, algorithm)
     for number, target in enumerate(hf_tensors(ARCH, fp8)):
         generator = torch.Generator().manual_seed(number)
@@ -63,31 +61,24 @@ def published(tp, fp8, change=None, negative_zero="", algorithm="sha256"):
         prints.add(target.name, data)
         if target.fp8:
             prints.add(target.scale_name, torch.rand(target.scale_shape, generator=generator))
-    expected, unsigned = prints.take()
-    return Published(
-        version=WeightVersion(1, ""),
-        directory=Path("d"),
-        has_weights=True,
-        algorithm=algorithm,
-        expected=tuple(expected),
-        unsigned=unsigned,
-    )
+    by_rank, unsigned = prints.take()
+    return Expected(version=WeightVersion(1, ""), by_rank=tuple(by_rank), unsigned=unsigned)
 
 
 def test_every_rank_must_hold_its_rectangles_and_a_difference_is_named():
     fp8 = fp8_modules(ARCH)
-    right, wrong = published(2, fp8), published(2, fp8, change="model.layers.0.self_attn.o_proj.weight")
+    right, wrong = expected(2, fp8), expected(2, fp8, change="model.layers.0.self_attn.o_proj.weight")
     for rank in range(2):
-        assert differences(right, rank, right.expected[rank]) == []
+        assert differences(right, rank, right.by_rank[rank]) == []
     # o_proj is cut along K: byte 3 lies in the columns of rank 0.
-    assert differences(right, 0, wrong.expected[0]) == ["model.layers.0.self_attn.o_proj.weight[0:256,0:256] differs"]
-    assert differences(right, 1, wrong.expected[1]) == []
-    assert "model.layers.0.self_attn.o_proj.weight_scale_inv[0:2,2:4]" in right.expected[1]
+    assert differences(right, 0, wrong.by_rank[0]) == ["model.layers.0.self_attn.o_proj.weight[0:256,0:256] differs"]
+    assert differences(right, 1, wrong.by_rank[1]) == []
+    assert "model.layers.0.self_attn.o_proj.weight_scale_inv[0:2,2:4]" in right.by_rank[1]
 
 
 def test_missing_and_unknown_tensors_are_named():
-    right = published(1, fp8_modules(ARCH))
-    held = dict(right.expected[0])
+    right = expected(1, fp8_modules(ARCH))
+    held = dict(right.by_rank[0])
     taken = held.pop("model.norm.weight[0:256,0:1]")
     held["model.norm.wieght[0:256,0:1]"] = taken
     assert differences(right, 0, held) == [
@@ -97,20 +88,20 @@ def test_missing_and_unknown_tensors_are_named():
 
 
 def test_an_engine_that_serves_bf16_where_fp8_was_published_differs():
-    fp8, bf16 = published(1, fp8_modules(ARCH)), published(1, frozenset())
-    lines = differences(fp8, 0, bf16.expected[0])
+    fp8, bf16 = expected(1, fp8_modules(ARCH)), expected(1, frozenset())
+    lines = differences(fp8, 0, bf16.by_rank[0])
     assert len([line for line in lines if "weight_scale_inv" in line and "missing" in line]) == 7
 
 
 def test_negative_zeros_are_forgiven_only_where_the_engine_could_not_see_them():
     name = "model.layers.0.self_attn.o_proj.weight"
     key = f"{name}[0:256,0:512]"
-    right = published(1, frozenset(), negative_zero=name)
+    right = expected(1, frozenset(), negative_zero=name)
     assert list(right.unsigned) == [key]
-    held = {**right.expected[0], key: right.unsigned[key]}
+    held = {**right.by_rank[0], key: right.unsigned[key]}
     assert differences(right, 0, held, unsigned_zeros=[key]) == []
     assert differences(right, 0, held) == [f"{key} differs"]
-    assert published(1, frozenset(), negative_zero=name, algorithm="mix").unsigned == {}, "an engine on a GPU sees them"
+    assert expected(1, frozenset(), negative_zero=name, algorithm="mix").unsigned == {}, "an engine on a GPU sees them"
 
 
 def test_an_engine_layout_that_cuts_blocks_is_refused():

@@ -19,9 +19,9 @@ from jetrl_megatron.rollout import triton_fingerprint
 from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint
 from jetrl_megatron.rollout.published import Fingerprints, engine_pieces
 from jetrl_megatron.rollout.vllm_worker import _Reader
+from tests.rectangles import DEVICE, by_kernel, matrix, words
 from tests.tiny_models import tiny_config
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64]
 
 
@@ -29,22 +29,6 @@ DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float8_e
 def kernel(monkeypatch):
     """Take the kernel's path on a CPU too."""
     monkeypatch.setattr(module, "_has_kernel", lambda tensor: True)
-
-
-def words(seed: int, num_bytes: int) -> torch.Tensor:
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def matrix(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    raw = words(rows, rows * cols * dtype.itemsize)
-    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(rows, cols)
-
-
-def by_kernel(*tensors: torch.Tensor) -> list[str]:
-    hashing = Hashing("mix")
-    for number, tensor in enumerate(tensors):
-        hashing.add(str(number), tensor)
-    return list(hashing.texts().values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,7 +8,7 @@ import pytest
 
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.failure import RunFailure
-from jetrl_megatron.rollout.published import Published
+from jetrl_megatron.rollout.published import Expected, Published
 from jetrl_megatron.rollout.vllm_client import ServerGone
 from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
@@ -16,14 +16,12 @@ from jetrl_megatron.rollout.vllm_verify import WeightMismatch
 LIMITS = PoolLimits(request_timeout_s=1.0, push_timeout_s=1.0, max_restarts=2)
 
 
+def expected(step):
+    return Expected(version=WeightVersion(step, ""), by_rank=({"w[0:1,0:1]": f"weights {step}"},))
+
+
 def published(step, has_weights=True):
-    return Published(
-        version=WeightVersion(step, ""),
-        directory=Path(f"v{step}"),
-        has_weights=has_weights,
-        algorithm="sha256",
-        expected=({"w[0:1,0:1]": f"weights {step}"},),
-    )
+    return Published(step=step, directory=Path(f"v{step}"), has_weights=has_weights, algorithm="sha256", expected=expected(step).at_hand())
 
 
 class FakeClient:
@@ -84,7 +82,7 @@ class FakeServer:
 
 def load(client, what):
     client._need_life("load")
-    client.holds = f"weights {what.version.step}"
+    client.holds = f"weights {what.step}"
 
 
 @pytest.fixture
@@ -129,7 +127,13 @@ def test_a_push_says_where_its_time_went(pool):
     assert list(pool.counts.push_s) == ["boot", "pause", "load", "verify", "admit"] and pool.counts.push_s["load"] >= 0.1
     pool.servers[1].client.alive = False
     pool.servers[1].hold_start.clear()
-    threading.Timer(0.2, pool.servers[1].hold_start.set).start()
+
+    def start_slowly():
+        wait_for(lambda: len(pool.servers[1].starts) == 2)
+        time.sleep(0.2)
+        pool.servers[1].hold_start.set()
+
+    threading.Thread(target=start_slowly, daemon=True).start()
     pool.update(published(2), load)
     assert pool.counts.restarts == 1 and pool.counts.push_s["boot"] >= 0.1, "the server that came back was waited for"
 
@@ -138,6 +142,44 @@ def test_verification_refreshes_first_and_looks_at_buffers_only_after_a_sleep(po
     pool.update(published(0), load)
     asked = pool.servers[0].client.asked
     assert asked == {"config": {}, "algorithm": "sha256", "refresh": True, "slept": False}
+
+
+def test_nothing_serves_and_no_version_moves_before_the_last_tensor_is_hashed(pool):
+    """Loading and the servers' own hashing do not wait for the actor's."""
+    pool.update(published(0), load)
+    late = Published(step=1, directory=Path("v1"), has_weights=False, algorithm="sha256")
+    pushed = threading.Thread(target=lambda: pool.update(late, load), daemon=True)
+    pushed.start()
+    wait_for(lambda: all(s.client.events[-1] == "jetrl_fingerprints" and s.client.holds == "weights 1" for s in pool.servers))
+    time.sleep(0.05)
+    assert pushed.is_alive() and pool.ready() == [] and pool.version == 0
+    late.settle(lambda: expected(1))
+    pushed.join(5.0)
+    assert not pushed.is_alive() and pool.ready() == [0, 1] and pool.version == 1
+
+
+def test_an_actor_that_fails_while_it_sends_leaves_the_version_and_nobody_waits(pool):
+    pool.update(published(0), load)
+    late = Published(step=1, directory=Path("v1"), has_weights=False, algorithm="sha256")
+    failures = []
+
+    def push():
+        try:
+            pool.update(late, load)
+        except RunFailure as failure:
+            failures.append(str(failure))
+
+    def fail():
+        raise KeyboardInterrupt
+
+    pushed = threading.Thread(target=push, daemon=True)
+    pushed.start()
+    with pytest.raises(KeyboardInterrupt):
+        late.settle(fail)
+    pushed.join(5.0)
+    assert failures == ["the actor did not send version 1 to its end"] and pool.version == 0 and pool.ready() == []
+    pool.update(published(2), load)
+    assert pool.version == 2 and pool.ready() == [0, 1]
 
 
 def test_one_server_that_holds_something_else_keeps_the_version_where_it_was(pool):
@@ -156,7 +198,7 @@ def test_a_server_that_dies_in_a_push_starts_anew_on_what_is_pushed(pool):
     pool.update(published(0), load)
 
     def kill_one(client, what):
-        if client is pool.servers[0].client and what.version.step == 1 and len(pool.servers[0].starts) == 1:
+        if client is pool.servers[0].client and what.step == 1 and len(pool.servers[0].starts) == 1:
             client.alive = False
         load(client, what)
 

@@ -180,15 +180,36 @@ def test_other_prompts_are_refused_once_something_came_of_the_first(recipe, key)
     run_dir = open_run_dir(recipe, [])
     first = {"data.train": (91, "aa"), "data.eval": (9, "bb")}
     other = first | {key: (8, "cc")}
-    claim_data(run_dir, other)
-    claim_data(run_dir, first)  # nothing was computed yet: a start that failed leaves no claim
+    claim_data(run_dir, other, {})
+    claim_data(run_dir, first, {})  # nothing was computed yet: a start that failed leaves no claim
     run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, first)
+    claim_data(run_dir, first, {})
     with pytest.raises(ValueError, match=rf"have changed: {key} was .* and is now \{{'prompts': 8, 'fingerprint': 'cc'\}}. Restore"):
-        claim_data(run_dir, other)
+        claim_data(run_dir, other, {})
     run_dir.data.write_text("{")
     with pytest.raises(ValueError, match=r"data.json is not JSON"):
-        claim_data(run_dir, first)
+        claim_data(run_dir, first, {})
+
+
+def test_another_tokenizer_is_refused_by_its_files_once_something_came_of_the_first(recipe):
+    """Prompts may have the same ids, and yet completions another text, and so another reward."""
+    run_dir = open_run_dir(recipe, [])
+    prompts = {"data.train": (91, "aa")}
+    first = {"tokenizer.json": "11", "vocab.json": "22", "special_tokens_map.json": "33"}
+    other = {"tokenizer.json": "11", "vocab.json": "23", "added_tokens.json": "44"}
+    claim_data(run_dir, prompts, other)
+    claim_data(run_dir, prompts, first)  # nothing was computed yet
+    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
+    claim_data(run_dir, prompts, first)
+    noted = run_dir.data.read_bytes()
+    wrong = r"has changed: added_tokens.json is new, special_tokens_map.json is missing, vocab.json is changed\. Restore .*another run.dir"
+    with pytest.raises(ValueError, match=wrong):
+        claim_data(run_dir, prompts, other)
+    assert run_dir.data.read_bytes() == noted
+    run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
+    claim_data(run_dir, prompts, other)  # a start that noted no tokenizer: this one is noted
+    with pytest.raises(ValueError, match=r"tokenizer.json is missing"):
+        claim_data(run_dir, prompts, {"vocab.json": "23", "added_tokens.json": "44"})
 
 
 HOLD = """
