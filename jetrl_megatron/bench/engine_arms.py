@@ -73,9 +73,10 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
                 return code or 1
             records.append({"bench": name, "arm": arm, **json.loads(out.read_text()), **asked})
+            write_json(args.json, records[-1:])  # at once: a later arm may fail
+            print(f"arm {arm} is done", file=sys.stderr, flush=True)
     columns = [column for column in records[0] if column not in asked]
     print_table(f"{name}: {Path(args.recipe).stem} {asked['model']} {asked['words']}", columns, records)
-    write_json(args.json, records)
     return 0
 
 

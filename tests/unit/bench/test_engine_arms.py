@@ -2,13 +2,14 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from jetrl_megatron.actor.actor import randomize_parameters
-from jetrl_megatron.bench import sync
-from jetrl_megatron.bench.engine_arms import _model_without_weights, _worker_command, parser
+from jetrl_megatron.bench import engine_arms, sync
+from jetrl_megatron.bench.engine_arms import _model_without_weights, _worker_command, parser, run_arms
 from jetrl_megatron.data.tokenizer import load_tokenizer
 
 TINY = "recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml"
@@ -73,3 +74,21 @@ def test_drawn_parameters_are_finite_equal_in_equal_shapes_and_neutral_where_the
     a, b = chunk["a"], chunk["b"]
     assert torch.equal(a.weight, b.weight) and 0.015 < float(a.weight.detach().std()) < 0.025
     assert not a.bias.any() and bool((chunk["norm"].weight == 1).all())
+
+
+def test_what_an_arm_measured_is_written_before_the_next_arm_starts(tmp_path, monkeypatch):
+    started = []
+
+    def launch(command, num_processes, grace_s):
+        arm, _, out = command[command.index("--worker") + 1].partition(":")
+        started.append(arm)
+        if arm == "bf16":
+            return 3
+        Path(out).write_text(json.dumps({"push_s": 0.5}))
+        return 0
+
+    monkeypatch.setattr(engine_arms, "launch", launch)
+    argv = [TINY, "parallel.tp=1", "--nproc", "1", "--arms", "jetrl", "bf16", "--json", str(tmp_path / "out.jsonl")]
+    assert run_arms("sync", parser("sync", "text"), argv, lambda session, args: {}) == 3
+    (record,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert started == ["jetrl", "bf16"] and (record["arm"], record["push_s"]) == ("jetrl", 0.5)
