@@ -170,7 +170,7 @@ class PrecisionConfig:
     saved_activation: SavedActivation = SavedActivation.fp8_dual
     dgrad: LinearPrecision = LinearPrecision.fp8
     wgrad: LinearPrecision = LinearPrecision.fp8
-    wgrad_granularity: WgradGranularity = WgradGranularity.groups
+    wgrad_granularity: WgradGranularity = WgradGranularity.blocks
     grad_format: GradFormat = GradFormat.e4m3
     scale_format: ScaleFormat = ScaleFormat.fp32
     rollout_scale_format: ScaleFormat | None = None

@@ -84,7 +84,9 @@ class FlowSides:
             return SideFlow(precision=gemm, cache=None, backend=backend)
         key = gemm.scale_format.value
         if key not in self._caches:
-            self._caches[key] = WeightCache(gemm.scale_format, backend=backend)
+            # Where nothing is trained (the reference policy) nothing runs backward: a byte a parameter less.
+            trained = any(p.requires_grad for chunk in self._chunks for p in chunk.parameters())
+            self._caches[key] = WeightCache(gemm.scale_format, backend=backend, keep_transposed=trained)
         return SideFlow(precision=gemm, cache=self._caches[key], backend=backend)
 
     def _named_linears(

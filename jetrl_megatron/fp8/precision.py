@@ -25,7 +25,7 @@ class GemmPrecision:
     wgrad: LinearPrecision = LinearPrecision.fp8
     grad_format: GradFormat = GradFormat.e4m3
     scale_format: ScaleFormat = ScaleFormat.fp32
-    wgrad_granularity: WgradGranularity = WgradGranularity.groups
+    wgrad_granularity: WgradGranularity = WgradGranularity.blocks
 
     def __post_init__(self) -> None:
         """A BF16 linear has no FP8 part; raises ValueError that names the contradiction."""

@@ -87,13 +87,13 @@ def test_the_two_scale_formats_are_two_models(bf16_backward):
 
 
 @pytest.mark.parametrize("saved", SavedActivation)
-def test_wgrad_in_blocks_is_coarser_on_x_and_changes_nothing_else(one_layer_dir, bf16_backward, gradients_by_switch, saved):
-    precision = PrecisionConfig(saved_activation=saved, wgrad_granularity=WgradGranularity.blocks)
+def test_wgrad_in_groups_is_finer_on_x_and_changes_nothing_else(one_layer_dir, bf16_backward, gradients_by_switch, saved):
+    precision = PrecisionConfig(saved_activation=saved, wgrad_granularity=WgradGranularity.groups)
     logprobs, grads, _, _ = forward_and_backward(one_layer_dir, precision)
     want_logprobs, exact, _, _ = bf16_backward[ScaleFormat.fp32]
-    groups = gradients_by_switch[saved, FP8, FP8, GradFormat.e4m3, ScaleFormat.fp32]
+    blocks = gradients_by_switch[saved, FP8, FP8, GradFormat.e4m3, ScaleFormat.fp32]
     assert logprobs == want_logprobs
     for name, grad in grads.items():
         weight_of_linear = "linear" in name and name.endswith("weight") and grad.dim() == 2
-        assert torch.equal(grad, groups[name]) != weight_of_linear, name
+        assert torch.equal(grad, blocks[name]) != weight_of_linear, name
     assert distance(exact, grads) == pytest.approx(DISTANCE[FP8, FP8, GradFormat.e4m3], rel=0.25)
