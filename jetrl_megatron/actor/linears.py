@@ -1,8 +1,9 @@
 """Column- and row-parallel linears that run the unified precision flow; Megatron builds them from the layer spec.
 
 Enters: activations [T or T/TP, 1, K] BF16. Leaves: [T or T/TP, 1, N/TP or N] BF16. The GEMMs and their quantisation are
-`jetrl_megatron.fp8`'s; this file adds the communication of tensor and sequence parallelism around them, through Megatron's own autograd
-mappings, and says which input is gathered in FP8.
+`jetrl_megatron.fp8`'s; this file says what tensor- and sequence-parallel ranks exchange around them. X on its way in and dX on its way back
+belong to the linear's own autograd function (fp8/exchange.py), which runs them beside the backward's GEMMs. The output's way out, and its
+gradient's way in, which no GEMM of the layer could run beside, are Megatron's autograd mappings.
 
 Each linear has two sides, `train` and `rollout`, with a precision each and, where it is FP8, a weight cache that holds the bytes quantised
 once a step. In the `jetrl` arm both sides are the same object. Which side runs is set on the whole model (`sides.py`), never guessed.
@@ -10,17 +11,21 @@ once a step. In the `jetrl` arm both sides are the same object. Which side runs 
 Row-parallel layers come in two kinds. `k_complete` (default): the weight is sharded by output rows, the input is gathered along K, so no
 contraction is cut and every TP degree gives the same bits. `k_split`: the usual one, weight sharded along K, BF16 partial sums added.
 
-Where an input is cut over ranks (along tokens in front of a column-parallel linear under sequence parallelism, along K in front of a
-`k_complete` one) each rank quantises its own part, and codes and scales are gathered (fp8/gather.py). In three cases BF16 is gathered and
-every rank quantises all of it, to the same bits: the side is BF16; both `wgrad` and `saved_activation` are bf16 and there are gradients, so
-that the backward reads X in BF16; K/TP, or with gradients T/TP, is not a multiple of 128. The last case is for callers of the layers: the
-packer's lengths are multiples of 128 * TP, decoding has no gradients, and a layout with another K/TP is refused.
-dX is added up over ranks in BF16 in either case.
+What is exchanged, by where the input lies:
+- cut along tokens (column-parallel under sequence parallelism) or along K (`k_complete`): X is gathered for fprop and again for wgrad, dX
+  is reduce-scattered. FP8: each rank quantises its own part, and codes and scales are gathered (fp8/gather.py). BF16: X goes in BF16.
+- whole on every rank (column-parallel without sequence parallelism): dX is all-reduced.
+- this rank's own (`k_split`): nothing.
+Two cases of an FP8 linear gather BF16 by Megatron's mapping in front of it, keep the whole X and overlap nothing; every rank quantises all
+of X, to the same bits: both `wgrad` and `saved_activation` are bf16 and there are gradients, so that the backward reads X in BF16; K/TP, or
+with gradients T/TP, is not a multiple of 128. The last case is for callers of the layers: the packer's lengths are multiples of 128 * TP,
+decoding has no gradients, and a layout with another K/TP is refused.
+dX is added up over ranks in BF16 in every case.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +38,8 @@ from torch.nn import Module, Parameter
 
 from jetrl_megatron.config import Backend, LinearPrecision, RowParallel
 from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
-from jetrl_megatron.fp8.gather import InputGather, exact_in_fp8
+from jetrl_megatron.fp8.exchange import LOCAL, InputExchange
+from jetrl_megatron.fp8.gather import exact_in_fp8
 from jetrl_megatron.fp8.precision import Side
 
 
@@ -48,7 +54,7 @@ class SideFlow:
 
 
 class FlowLinear:
-    """Mixin: the local GEMM of a linear layer on the side that is active.
+    """Mixin: the GEMM of a linear layer on the side that is active.
 
     Attributes set after construction by `FlowSides`: `flow_name` (key in the weight cache), `flow_sides`, `flow_side`, `row_order`.
     """
@@ -70,50 +76,48 @@ class FlowLinear:
         assert flow is not None, f"{type(self).__name__} {self.flow_name!r} has no precision flow for side {self.flow_side!r}"
         return flow
 
-    def local_gemm(self, x: Tensor, weight: Parameter, *, swiglu: bool = False, gather: InputGather | None = None) -> Tensor:
-        """Multiply flattened tokens by the local weight: x [..., K], weight [N, K] -> [..., N], BF16, or [..., N/2] behind SwiGLU.
+    @cached_property
+    def exchange(self) -> InputExchange:
+        """How this layer's input lies over the tensor-parallel ranks."""
+        raise NotImplementedError
 
-        With `gather` x is this rank's part of the input, and what returns has all tokens.
+    def gemm(self, x: Tensor, weight: Parameter, *, swiglu: bool = False) -> Tensor:
+        """Multiply the input by the local weight, with what ranks exchange around it.
+
+        x: what this rank holds of X, [T/TP, 1, K], [T, 1, K/TP] or [T, 1, K] BF16. weight: [N, K].
+        Returns [T, 1, N] BF16, or [T, 1, N/2] behind SwiGLU.
         """
-        flow = self.flow
-        x_TK = x.reshape(-1, x.shape[-1])
+        flow, exchange = self.flow, self.exchange
+        x_TK = x.squeeze(1)
         if flow.precision.linear is LinearPrecision.bf16:
-            assert gather is None, self.flow_name
-            y_TN = bf16_linear_swiglu(x_TK, weight, flow.backend) if swiglu else bf16_linear(x_TK, weight)
-        else:
-            assert flow.cache is not None, self.flow_name
-            cached = flow.cache.get(self.flow_name)
-            linear = fp8_linear_swiglu if swiglu else fp8_linear
-            y_TN = linear(x_TK, weight, cached, flow.precision, flow.backend, row_order=self.row_order, gather=gather)
-        parts = self.tp_group.size() if gather is not None and gather.axis == 0 else 1
-        return y_TN.view(parts * x.shape[0], *x.shape[1:-1], y_TN.shape[-1])
+            if swiglu:
+                return bf16_linear_swiglu(x_TK, weight, flow.backend, exchange).unsqueeze(1)
+            return bf16_linear(x_TK, weight, exchange=exchange).unsqueeze(1)
+        if exchange.axis is not None:
+            for_wgrad = torch.is_grad_enabled() and weight.requires_grad
+            if not exact_in_fp8(x_TK.shape, exchange.axis, flow.precision, for_wgrad=for_wgrad):
+                x_TK, exchange = self._gathered_in_bf16(x_TK, exchange.axis), LOCAL
+        assert flow.cache is not None, self.flow_name
+        linear = fp8_linear_swiglu if swiglu else fp8_linear
+        cached = flow.cache.get(self.flow_name)
+        return linear(x_TK, weight, cached, flow.precision, flow.backend, self.row_order, exchange).unsqueeze(1)
 
-    def gathered_gemm(self, x: Tensor, weight: Parameter, *, axis: int, swiglu: bool = False) -> Tensor:
-        """Multiply an input that is cut over ranks along `axis`, 0 tokens or 1 features, by the local weight.
-
-        x: [T/TP, 1, K] or [T, 1, K/TP]; weight [N, K] -> [T, 1, N], or [T, 1, N/2] behind SwiGLU.
-        """
-        part = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-        for_wgrad = torch.is_grad_enabled() and weight.requires_grad
-        group = self.tp_group
-        if group.size() > 1 and exact_in_fp8(part, axis, self.flow.precision, for_wgrad=for_wgrad):
-            # Called in the backward, where nothing is recorded, Megatron's mappings are what they do in their forward.
-            back = (
-                mappings.reduce_scatter_to_sequence_parallel_region
-                if axis == 0
-                else mappings.reduce_scatter_last_dim_to_tensor_parallel_region
-            )
-            gather = InputGather(axis=axis, group=group, reduce_scatter=partial(back, group=group))
-            return self.local_gemm(x, weight, swiglu=swiglu, gather=gather)
+    def _gathered_in_bf16(self, x_TK: Tensor, axis: int) -> Tensor:
+        """X [T, K] from this rank's part; its gradient is reduce-scattered."""
         if axis == 0:
-            x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
-        else:
-            x = mappings.all_gather_last_dim_from_tensor_parallel_region(x, group=group)
-        return self.local_gemm(x, weight, swiglu=swiglu)
+            return mappings.gather_from_sequence_parallel_region(x_TK, tensor_parallel_output_grad=True, group=self.tp_group)
+        return mappings.all_gather_last_dim_from_tensor_parallel_region(x_TK, group=self.tp_group)
 
 
 class FlowColumnParallelLinear(FlowLinear, ColumnParallelLinear):
     """Y_r = X W_r^T, W sharded by output rows; under sequence parallelism X is gathered along tokens first."""
+
+    @cached_property
+    def exchange(self) -> InputExchange:
+        """X is cut along tokens under sequence parallelism, else whole on every rank."""
+        if get_pg_size(self.tp_group) == 1:
+            return LOCAL
+        return InputExchange(axis=0 if self.sequence_parallel else None, group=self.tp_group)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, *, swiglu: bool = False
@@ -124,10 +128,7 @@ class FlowColumnParallelLinear(FlowLinear, ColumnParallelLinear):
         """
         assert weight is None and not runtime_gather_output, "the flow linears own their weight and never gather their output"
         assert not swiglu or self.bias is None, "no family of this project has a bias in front of SwiGLU"
-        if self.sequence_parallel:
-            y = self.gathered_gemm(input_, self.weight, axis=0, swiglu=swiglu)
-        else:
-            y = self.local_gemm(mappings.copy_to_tensor_model_parallel_region(input_, group=self.tp_group), self.weight, swiglu=swiglu)
+        y = self.gemm(input_, self.weight, swiglu=swiglu)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         return y, (self.bias if self.skip_bias_add else None)
@@ -179,21 +180,24 @@ class FlowRowParallelLinear(FlowLinear, Module):
             with torch.no_grad():
                 init_method(self.weight)
 
+    @cached_property
+    def exchange(self) -> InputExchange:
+        """X is gathered along K in `k_complete`; in `k_split` every rank has what it multiplies."""
+        if self.row_parallel is RowParallel.k_split or get_pg_size(self.tp_group) == 1:
+            return LOCAL
+        return InputExchange(axis=1, group=self.tp_group)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """Map input_ [T, 1, K/TP] to [T/TP, 1, N] under sequence parallelism, else [T, 1, N]; the second value is the absent bias."""
+        y = self.gemm(input_, self.weight)
         if self.row_parallel is RowParallel.k_complete:
-            return self._complete(input_), None
-        y = self.local_gemm(input_, self.weight)
+            # Every rank has all tokens of its output columns: trade columns for tokens, or gather the columns.
+            if self.sequence_parallel:
+                return mappings.all_to_all_hp2sp(y, group=self.tp_group).unsqueeze(1), None
+            return mappings.gather_from_tensor_model_parallel_region(y, group=self.tp_group), None
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group), None
         return mappings.reduce_from_tensor_model_parallel_region(y, group=self.tp_group), None
-
-    def _complete(self, input_: Tensor) -> Tensor:
-        """Gather along K, multiply by the local output rows, then trade columns for tokens (or gather the columns)."""
-        y = self.gathered_gemm(input_, self.weight, axis=1)
-        if self.sequence_parallel:
-            return mappings.all_to_all_hp2sp(y, group=self.tp_group).unsqueeze(1)
-        return mappings.gather_from_tensor_model_parallel_region(y, group=self.tp_group)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None

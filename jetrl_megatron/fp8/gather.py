@@ -1,10 +1,11 @@
-"""X of a linear whose tensor-parallel ranks each hold a part of it: made whole as FP8 codes and scales, never as BF16.
+"""A quantised matrix of which every tensor-parallel rank holds a part: made whole as FP8 codes and scales, never as BF16.
 
-Enters: this rank's part of X, quantised. Leaves: the operand of a GEMM, [T, K] for fprop or the transposed copy [K, T128] for wgrad, with
-the bytes that quantising the whole BF16 X would give.
+Enters: this rank's part of a linear's X, quantised. Leaves: the operand of a GEMM, [T, K] for fprop or the transposed copy [K, T128] for
+wgrad, with the bytes that quantising the whole BF16 X would give.
 Where it is exact: a scale belongs to one rank where the part is a whole number of groups along the axis that is put together, which is
 `exact_in_fp8`. Elsewhere, and where the backward reads X in BF16, the caller gathers BF16: the same numbers, more bytes.
-When: fprop's operand in the forward; wgrad's in the backward, so that a rank keeps its own part of what the forward saves, 1/TP of it.
+When: fprop's operand in the forward; wgrad's in the backward, beside dgrad (exchange.py), so that a rank keeps its own part of what the
+forward saves, 1/TP of it.
 
 What it costs, in units of T * K bytes, scales (1/32) left out: what is gathered, and the passes over a rank's memory (the gather's writes
 and the quantiser's reads and writes among them). BF16: the whole X is gathered in BF16 and every rank quantises all of it.
@@ -22,15 +23,14 @@ forward and backward, for one launch more.
 Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one
 copy. Scales of 1x128 groups leave column-major with a leading stride rounded up to 4, zero-filled, as DeepGEMM reads them, on the CPU too;
 scales of 128x128 blocks row-major.
-Invariants: codes and scales of one gather are one launch; they travel as bytes, since not every backend
-has float8; nothing waits on the host.
-Left out: which linears have a cut X (actor/linears.py), and the gradient's way back, which the caller gives.
+Invariants: codes and scales of one gather are one launch; they travel as bytes, since not every backend has float8 and one launch takes one
+dtype; on CUDA nothing waits on the host; a started gather holds its tensors until it is waited for.
+Left out: which linears have a cut X (actor/linears.py), when gathers start and end, and the gradient's way back (exchange.py).
 
 Legend: R rows, C columns of codes; T tokens, K input features of the whole X.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,32 +44,6 @@ from jetrl_megatron.config import LinearPrecision, SavedActivation
 from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputGather:
-    """How the ranks of a group make X [T, K] whole, and how its gradient comes back."""
-
-    axis: int
-    """Along which X is cut: 0 tokens, 1 features."""
-    group: Any
-    """The tensor-parallel process group, of more than one rank."""
-    reduce_scatter: Callable[[torch.Tensor], torch.Tensor]
-    """From a rank's dX [T, K] BF16, a partial sum, to its own part of the sum."""
-
-    def whole_shape(self, part: Sequence[int]) -> tuple[int, int]:
-        """(T, K) of X from the shape of a rank's part."""
-        shape = [part[0], part[1]]
-        shape[self.axis] *= self.group.size()
-        return shape[0], shape[1]
-
-    def rows(self, x: BlockScaled) -> BlockScaled:
-        """X in blocks 1x128 along K, [T, K], from a rank's part of it."""
-        return gather_blocks(x, self.axis, self.group)
-
-    def transposed(self, x_t: BlockScaled) -> BlockScaled:
-        """X^T as wgrad reads it, [K, T128], from a rank's part of it."""
-        return gather_blocks(x_t, 1 - self.axis, self.group)
 
 
 def exact_in_fp8(part: Sequence[int], axis: int, precision: GemmPrecision, *, for_wgrad: bool) -> bool:
@@ -92,35 +66,44 @@ def gather_blocks(x: BlockScaled, axis: int, group: Any) -> BlockScaled:
     x: [R, C] in blocks 1x128 or 128x128, the same shape on every rank, a whole number of blocks along `axis`. axis: 0 or 1.
     Returns [size * R, C] or [R, size * C].
     """
+    return _start(x, axis, group, async_ops=False)()
+
+
+def start_gather_blocks(x: BlockScaled, axis: int, group: Any) -> Callable[[], BlockScaled]:
+    """`gather_blocks`, started: what runs before the call of what returns runs beside it."""
+    return _start(x, axis, group, async_ops=True)
+
+
+def _start(x: BlockScaled, axis: int, group: Any, *, async_ops: bool) -> Callable[[], BlockScaled]:
+    """Send this rank's codes and scales in one launch; what returns waits for the others' and puts all of them together."""
     assert x.shape[axis] % x.block[axis] == 0, f"{x.shape} in blocks {x.block} ends inside a block along axis {axis}"
-    by_column = x.block == ROW_BLOCK
-    stored = x.scale.t() if by_column else x.scale
-    codes, scales = _all_gather((x.data, stored), group)
-    if axis == 1 and codes.numel():
+    by_column, size = x.block == ROW_BLOCK, group.size()
+    parts = [x.data.contiguous(), (x.scale.t() if by_column else x.scale).contiguous()]
+    codes, scales = (part.new_empty((size * part.shape[0], part.shape[1])) for part in parts)
+    with _coalescing_manager(group, async_ops=async_ops) as work:
+        for whole, part in zip((codes, scales), parts, strict=True):
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(part), group=group)
+
+    def wait() -> BlockScaled:
+        work.wait()
+        parts.clear()  # held until here: the collective reads them
         # Eight codes at a time: a copy of single bytes is slow on a GPU.
-        codes = codes.view(torch.int64)
-    data = _joined(codes, axis).view(x.data.dtype)
-    scale = _joined(scales, 1 - axis if by_column else axis)
-    if by_column:
-        rows = scale.shape[1]
-        scale = F.pad(scale, (0, leading_rows(rows) - rows)).t()[:rows] if rows % 4 else scale.t()
-    return BlockScaled(data, scale, x.block)
+        wide = codes.view(torch.int64) if axis == 1 and codes.numel() else codes
+        data = _joined(wide, axis, size).view(x.data.dtype)
+        scale = _joined(scales, 1 - axis if by_column else axis, size)
+        if by_column:
+            rows = scale.shape[1]
+            scale = F.pad(scale, (0, leading_rows(rows) - rows)).t()[:rows] if rows % 4 else scale.t()
+        return BlockScaled(data, scale, x.block)
 
-
-def _all_gather(parts: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """[size, *shape] of each tensor, all of them in one launch."""
-    whole = [torch.empty((group.size(), *part.shape), dtype=part.dtype, device=part.device) for part in parts]
-    with _coalescing_manager(group):
-        for out, part in zip(whole, parts, strict=True):
-            dist.all_gather_into_tensor(_bytes(out), _bytes(part.contiguous()), group=group)
-    return whole
+    return wait
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as its bytes, a view."""
+    """A contiguous tensor as its bytes, a view; flat first, since a contiguous matrix of one row or none may have any strides."""
     return x.view(-1).view(torch.uint8)
 
 
-def _joined(parts: torch.Tensor, axis: int) -> torch.Tensor:
-    """[size, R, C] -> [size * R, C], a view, or [R, size * C], a copy."""
-    return parts.flatten(0, 1) if axis == 0 else torch.cat(parts.unbind(0), dim=1)
+def _joined(parts: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """Parts [R, C] one behind the other, [size * R, C]: as they are along axis 0, side by side [R, size * C], a copy, along axis 1."""
+    return parts if axis == 0 else torch.cat(parts.chunk(size), dim=1)

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of inputs gathered in FP8: the same layers with and without it, what was sent and what was kept."""
+"""What one rank does in the tests of what ranks exchange: the same layers with it and by Megatron's mappings, what was sent, when, and kept."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +16,13 @@ from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import linears, parallel_state
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device, megatron_scope
-from jetrl_megatron.config import OptimConfig, ParallelConfig, Recipe
+from jetrl_megatron.config import OptimConfig, ParallelConfig, PrecisionConfig, Recipe, RowParallel
 from jetrl_megatron.fp8 import BlockScaled, GemmPrecision, gather, triton_quantize
 from jetrl_megatron.fp8.block_scaled import leading_rows
+from jetrl_megatron.fp8.exchange import LOCAL
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK, quantize
 from tests.dist.actor_run import batches_of, fixed_samples
+from tests.dist.backward_order import Order
 from tests.unit.actor.single_rank import take_step
 
 OPTIM = OptimConfig(lr=1e-3, clip_grad=0.0)
@@ -35,11 +37,11 @@ class Wire:
     sent: list[tuple[str, int]] = field(default_factory=list)
     """(dtype, bytes) of every all-gather's input."""
     kept: list[tuple[int, ...]] = field(default_factory=list)
-    """Shapes of the FP8 codes that the forward saved for the backward."""
+    """Shapes of the matrices of FP8 codes and of BF16 that the forward saved for the backward."""
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A hook of saved tensors."""
-        if tensor.dtype is torch.float8_e4m3fn:
+        if tensor.dtype in (torch.float8_e4m3fn, torch.bfloat16):
             self.kept.append(tuple(tensor.shape))
         return tensor
 
@@ -54,9 +56,9 @@ class Wire:
 
             return call
 
-        def launched(*args: Any) -> Any:
+        def launched(*args: Any, **kwargs: Any) -> Any:
             self.launches += 1
-            return real_launch(*args)
+            return real_launch(*args, **kwargs)
 
         real_launch = gather._coalescing_manager
         with (
@@ -68,9 +70,24 @@ class Wire:
 
 
 @contextmanager
-def bf16_gathered() -> Iterator[None]:
-    """The way that FP8 gathers are compared with: BF16 is gathered and every rank quantises all of it."""
-    with mock.patch.object(linears, "exact_in_fp8", lambda *args, **kwargs: False):
+def one_after_the_other() -> Iterator[None]:
+    """The way to compare with: Megatron's mappings, waited for, around linears that exchange nothing, so that all of X is quantised."""
+    real = linears.FlowLinear.gemm
+
+    def mapped(linear: Any, x: torch.Tensor, weight: Any, *, swiglu: bool = False) -> torch.Tensor:
+        exchange = linear.exchange
+        if exchange.group is not None:
+            group = {"group": linear.tp_group}
+            if exchange.axis is None:
+                x = mappings.copy_to_tensor_model_parallel_region(x, **group)
+            elif exchange.axis == 0:
+                x = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, **group)
+            else:
+                x = mappings.all_gather_last_dim_from_tensor_parallel_region(x, **group)
+        with mock.patch.dict(vars(linear), exchange=LOCAL):
+            return real(linear, x, weight, swiglu=swiglu)
+
+    with mock.patch.object(linears.FlowLinear, "gemm", mapped):
         yield
 
 
@@ -103,7 +120,7 @@ def blocks_of_one_rank(shapes: list[tuple[int, int]]) -> dict[str, list[str]]:
                 for layout in (lambda q: q, in_kernel_layout):
                     got = gather.gather_blocks(layout(quantize(part, block)), axis, group)
                     found = [] if got.same_bytes(want) else ["bytes"]
-                    if not got.data.is_contiguous() or got.scale.stride() != want.scale.stride():
+                    if not got.data.is_contiguous() or (x.numel() and got.scale.stride() != want.scale.stride()):
                         found.append(f"strides {got.data.stride()} {got.scale.stride()}")
                     if block == ROW_BLOCK and rows % 4:
                         padding = got.scale.as_strided((-rows % 4, got.scale.shape[1]), (1, leading_rows(rows)), rows)
@@ -122,7 +139,8 @@ class Layer:
     switches: dict[str, GemmPrecision]
     toks: tuple[int, ...]
     modes: tuple[str, ...] = ("grad", "no grad")
-    """What gets gradients: "grad" X and the weights, "frozen" X alone, "no grad" nothing."""
+    """What gets gradients: "grad" X and the weights, "frozen" X alone, "weights" the weights alone, "no grad" nothing."""
+    row_parallel: RowParallel = RowParallel.k_complete
 
 
 def layers_of_one_rank(cases: dict[str, Layer]) -> dict[str, dict[str, Any]]:
@@ -132,7 +150,7 @@ def layers_of_one_rank(cases: dict[str, Layer]) -> dict[str, dict[str, Any]]:
     for name, case in cases.items():
         ranks = parallel_state.initialize(case.parallel, device)
         arch = ModelArchitecture.from_hf_directory(case.hf_dir)
-        recipe = replace(Recipe(), parallel=case.parallel)
+        recipe = replace(Recipe(), parallel=case.parallel, precision=PrecisionConfig(row_parallel=case.row_parallel))
         actor = Actor(recipe, arch, Path(case.hf_dir), ranks, device)
         for switches, precision in case.switches.items():
             flow_linears = [m for m in actor.chunks[0].modules() if isinstance(m, linears.FlowLinear)]
@@ -141,7 +159,7 @@ def layers_of_one_rank(cases: dict[str, Layer]) -> dict[str, dict[str, Any]]:
             for toks in case.toks:
                 for part, module in _parts(actor).items():
                     for mode in case.modes:
-                        module.requires_grad_(mode == "grad")
+                        module.requires_grad_(mode in ("grad", "weights"))
                         found[f"{name}/{switches}/{toks}/{part}/{mode}"] = _both_ways(actor, module, toks, mode)
         mpu.destroy_model_parallel()
     parallel_state.destroy()
@@ -154,23 +172,24 @@ def _parts(actor: Actor) -> dict[str, torch.nn.Module]:
 
 
 def _both_ways(actor: Actor, module: torch.nn.Module, toks: int, mode: str) -> dict[str, Any]:
-    """(differing outputs and gradients, largest magnitudes, wire) of one module in the two ways."""
-    wire = Wire()
-    with wire.tapped():
-        fp8 = _run(actor, module, toks, mode, wire)
-    with bf16_gathered():
-        bf16 = _run(actor, module, toks, mode, Wire())
+    """(differing outputs and gradients, those that are zero, wire, order of the backward) of one module in the two ways."""
+    wire, order = Wire(), Order()
+    with order.tapped(), wire.tapped():
+        found = _run(actor, module, toks, mode, wire, order)
+    with one_after_the_other():
+        want = _run(actor, module, toks, mode, Wire(), Order())
     return {
-        "differing": [name for name in fp8 if not torch.equal(fp8[name], bf16[name])],
-        "zero": [name for name in fp8 if fp8[name].abs().max() == 0],
-        "names": list(fp8),
+        "differing": [name for name in want if not torch.equal(found[name], want[name])],
+        "zero": [name for name in found if found[name].count_nonzero() == 0],
+        "names": list(found),
         "launches": wire.launches,
         "sent": wire.sent,
         "kept": wire.kept,
+        "order": order.events,
     }
 
 
-def _run(actor: Actor, module: torch.nn.Module, toks: int, mode: str, wire: Wire) -> dict[str, torch.Tensor]:
+def _run(actor: Actor, module: torch.nn.Module, toks: int, mode: str, wire: Wire, order: Order) -> dict[str, torch.Tensor]:
     """Output of a module on this rank's part of fixed tokens, and, by `mode`, dX and main_grad, added to what was there."""
     grad = mode != "no grad"
     tp, rank, parallel = actor.ranks.tp, actor.ranks.tp_rank, actor.recipe.parallel
@@ -180,44 +199,52 @@ def _run(actor: Actor, module: torch.nn.Module, toks: int, mode: str, wire: Wire
     whole = torch.randn(toks, 1, width, generator=generator).bfloat16()
     split = row or parallel.sequence_parallel
     x = (whole.chunk(tp, 2 if row else 0)[rank] if split else whole).to(actor.device, copy=True)
-    x.requires_grad_(grad)
+    x.requires_grad_(mode in ("grad", "frozen"))
     weights = dict(module.named_parameters())
     for weight in weights.values():
         weight.main_grad.fill_(0.5)
     with megatron_scope(actor.device), torch.set_grad_enabled(grad):
         with torch.autograd.graph.saved_tensors_hooks(wire.keep, lambda kept: kept):
             y = module(x)[0]
+        order.events.clear()
         if not grad:
             return {"y": y}
         y.backward(torch.randn(y.shape, generator=generator).bfloat16().to(actor.device))
-    assert x.grad is not None
-    grads = {n: w.main_grad - 0.5 for n, w in weights.items() if n.endswith("weight") and mode == "grad"}
-    return {"y": y.detach(), "dx": x.grad, **grads}
+    found = {"y": y.detach()}
+    if mode in ("grad", "frozen"):
+        assert x.grad is not None
+        found["dx"] = x.grad
+    if mode in ("grad", "weights"):
+        found |= {n: w.main_grad - 0.5 for n, w in weights.items() if n.endswith("weight")}
+    return found
 
 
-def steps_of_one_rank(hf_dir: str, cases: list[ParallelConfig]) -> list[dict[str, Any]]:
-    """Take one training step both ways; returns which gradients and weights differ, and the wire of the FP8 way, for each case."""
-    found = [_step_both_ways(hf_dir, parallel) for parallel in cases]
+def steps_of_one_rank(hf_dir: str, cases: list[tuple[ParallelConfig, PrecisionConfig]]) -> list[dict[str, Any]]:
+    """Take one training step both ways; returns which gradients and weights differ, and the wire of the first way, for each case."""
+    found = [_step_both_ways(hf_dir, *case) for case in cases]
     parallel_state.destroy()
     return found
 
 
-def _step_both_ways(hf_dir: str, parallel: ParallelConfig) -> dict[str, Any]:
+def _step_both_ways(hf_dir: str, parallel: ParallelConfig, precision: PrecisionConfig) -> dict[str, Any]:
     wire = Wire()
     with wire.tapped():
-        fp8, seen = _step(hf_dir, parallel, wire)
-    with bf16_gathered():
-        bf16, _ = _step(hf_dir, parallel, Wire())
-    differing = [name for name in fp8 if not torch.equal(fp8[name], bf16[name])]
-    return {"differing": differing, "zero": [n for n in fp8 if fp8[n].abs().max() == 0], **seen}
+        found, seen = _step(hf_dir, parallel, precision, wire)
+    with one_after_the_other():
+        want, _ = _step(hf_dir, parallel, precision, Wire())
+    differing = [name for name in want if not torch.equal(found[name], want[name])]
+    return {"differing": differing, "zero": [n for n in found if found[n].abs().max() == 0], **seen}
 
 
-def _step(hf_dir: str, parallel: ParallelConfig, wire: Wire) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _step(
+    hf_dir: str, parallel: ParallelConfig, precision: PrecisionConfig, wire: Wire
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """(gradients and new weights by name, what forward and backward sent) of one step of a fresh actor."""
     device = local_device()
     ranks = parallel_state.initialize(parallel, device)
     arch = ModelArchitecture.from_hf_directory(hf_dir)
-    actor = Actor(replace(Recipe(), parallel=parallel, optim=OPTIM), arch, Path(hf_dir), ranks, device)
+    recipe = replace(Recipe(), parallel=parallel, precision=precision, optim=OPTIM)
+    actor = Actor(recipe, arch, Path(hf_dir), ranks, device)
     actor.start_optimizer(OPTIM, total_steps=10)
     batches = batches_of(fixed_samples(arch.vocab_size)[:4], actor, parallel.micro_batch_toks)
     seen = _before_the_optimizer(actor, wire)

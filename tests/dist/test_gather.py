@@ -1,11 +1,21 @@
-"""Inputs that ranks gather as FP8 codes and scales: the bits of gathering BF16, in half of the bytes."""
+"""What ranks exchange around a linear: the bits of Megatron's mappings one after the other, inputs gathered in FP8, beside the GEMMs."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jetrl_megatron.config import GradFormat, LinearPrecision, ParallelConfig, Recompute, SavedActivation, WgradGranularity
+from jetrl_megatron.config import (
+    Arm,
+    GradFormat,
+    LinearPrecision,
+    ParallelConfig,
+    PrecisionConfig,
+    Recompute,
+    RowParallel,
+    SavedActivation,
+    WgradGranularity,
+)
 from jetrl_megatron.fp8 import GemmPrecision
 from tests.dist.gather_run import Layer, blocks_of_one_rank, layers_of_one_rank, steps_of_one_rank
 from tests.dist.ranks import run_ranks
@@ -39,16 +49,22 @@ class Found:
         dirs = {family: str(write_tiny_model(root / family, family, num_hidden_layers=1)) for family in ("qwen3", "llama", "qwen2")}
         wide = {"hidden_size": 512, "num_key_value_heads": 4, "num_hidden_layers": 1}
         tp2, default = ParallelConfig(tp=2), {"default": SWITCHES["default"]}
+        both = default | {"bf16 side": BF16_SIDE}
+        nosp, split = ParallelConfig(tp=2, sequence_parallel=False), RowParallel.k_split
+        few = {name: SWITCHES[name] for name in ("default", "wgrad bf16", "needs bf16", "bf16 side")}
+        every = ("grad", "frozen", "weights", "no grad")
         cases = {
             "qwen3": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=SWITCHES, toks=(WHOLE,)),
+            "modes": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=both, toks=(WHOLE, 0), modes=every),
+            "split": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=both, toks=(WHOLE,), modes=every, row_parallel=split),
             "ragged": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=default, toks=(RAGGED,), modes=("grad", "no grad", "frozen")),
-            "nosp": Layer(hf_dir=dirs["qwen3"], parallel=ParallelConfig(tp=2, sequence_parallel=False), switches=default, toks=(RAGGED,)),
+            "nosp": Layer(hf_dir=dirs["qwen3"], parallel=nosp, switches=few, toks=(RAGGED,), modes=every),
             "llama": Layer(hf_dir=dirs["llama"], parallel=tp2, switches=default, toks=(WHOLE,)),
             "qwen2": Layer(hf_dir=dirs["qwen2"], parallel=tp2, switches=default, toks=(WHOLE,)),
         }
         self.by_rank: list[dict[str, dict[str, Any]]] = run_ranks(layers_of_one_rank, 2, cases)
         tp4 = Layer(
-            hf_dir=str(write_tiny_model(root / "tp4", "qwen3", **wide)), parallel=ParallelConfig(tp=4), switches=default, toks=(512, 8)
+            hf_dir=str(write_tiny_model(root / "tp4", "qwen3", **wide)), parallel=ParallelConfig(tp=4), switches=both, toks=(512, 8)
         )
         self.of_four: list[dict[str, dict[str, Any]]] = run_ranks(layers_of_one_rank, 4, {"tp4": tp4})
 
@@ -59,18 +75,51 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_gathered_blocks_are_those_of_the_whole_in_the_layout_of_the_kernels() -> None:
-    shapes = [(512, 512), (4, 512), (6, 512), (202, 1024), (1024, 512), (512, 0)]
+    shapes = [(512, 512), (4, 512), (6, 512), (202, 1024), (1024, 512), (512, 0), (0, 512)]
     for wrong in run_ranks(blocks_of_one_rank, 2, shapes):
-        assert len(wrong) == 21 and set(map(tuple, wrong.values())) == {()}, wrong
+        assert len(wrong) == 25 and set(map(tuple, wrong.values())) == {()}, wrong
 
 
-def test_outputs_and_gradients_are_those_of_gathering_bf16(found: Found) -> None:
+def test_outputs_and_gradients_are_those_of_the_mappings_one_after_the_other(found: Found) -> None:
     for by_case in (*found.by_rank, *found.of_four):
         for case, result in by_case.items():
-            assert result["differing"] == [] and result["zero"] == [], case
-            part, mode = case.split("/")[3:]
+            toks, part, mode = case.split("/")[2:]
             weights = {"qkv": ["weight"], "o": ["weight"], "mlp": ["linear_fc1.weight", "linear_fc2.weight"]}[part]
-            assert result["names"] == {"grad": ["y", "dx", *weights], "frozen": ["y", "dx"], "no grad": ["y"]}[mode], case
+            names = {"grad": ["y", "dx", *weights], "frozen": ["y", "dx"], "weights": ["y", *weights], "no grad": ["y"]}[mode]
+            assert result["differing"] == [] and result["names"] == names, case
+            assert result["zero"] == (names if toks == "0" else []), case
+
+
+CUT = ["start gather", "dgrad", "start reduce-scatter", "wait for gather", "wgrad", "wait for reduce-scatter"]
+WHOLE_ON_EVERY_RANK = ["dgrad", "start all-reduce", "wgrad", "wait for all-reduce"]
+OWN = ["dgrad", "wgrad"]
+
+
+def of_mode(order: list[str], mode: str) -> list[str]:
+    """What is left of the order of a linear where X alone, the weights alone or nothing gets a gradient."""
+    for_dx = [event for event in order if "reduce" in event or event == "dgrad"]
+    return {"grad": order, "frozen": for_dx, "weights": [event for event in order if event not in for_dx], "no grad": []}[mode]
+
+
+@pytest.mark.parametrize(
+    ("case", "column", "row"),
+    [
+        *((f"qwen3/{switches}/{WHOLE}", CUT, CUT) for switches in SWITCHES if switches != "needs bf16"),
+        *((f"modes/{switches}/{toks}", CUT, CUT) for switches in ("default", "bf16 side") for toks in (WHOLE, 0)),
+        *((f"nosp/{switches}/{RAGGED}", WHOLE_ON_EVERY_RANK, CUT) for switches in ("default", "wgrad bf16", "bf16 side")),
+        *((f"split/{switches}/{WHOLE}", CUT, OWN) for switches in ("default", "bf16 side")),
+        (f"qwen3/needs bf16/{WHOLE}", OWN, OWN),
+        (f"nosp/needs bf16/{RAGGED}", WHOLE_ON_EVERY_RANK, OWN),
+    ],
+)
+def test_collectives_start_before_the_gemm_they_run_beside_and_are_waited_for_behind_it(
+    found: Found, case: str, column: list[str], row: list[str]
+) -> None:
+    for mode in ("grad",) if case.startswith("qwen3") else ("grad", "weights") if "needs bf16" in case else ("grad", "frozen", "weights"):
+        # A frozen input has no gradient to send, the one between fc1 and fc2 has.
+        fc2 = of_mode(row, "grad" if mode == "weights" else mode)
+        for part, want in (("qkv", of_mode(column, mode)), ("o", of_mode(row, mode)), ("mlp", fc2 + of_mode(column, mode))):
+            assert found.by_rank[0][f"{case}/{part}/{mode}"]["order"] == want, (part, mode)
 
 
 def fp8(rows: int, cols: int, *, t_block: bool = False) -> list[tuple[str, int]]:
@@ -107,6 +156,12 @@ def test_a_rank_keeps_its_own_part_for_the_backward(found: Found) -> None:
     o, qkv_weight, o_weight = (HEADS_WIDTH // 2, WHOLE), (HIDDEN, 512), (HEADS_WIDTH, HIDDEN // 2)
     for switches, part in (("default", o), ("requant", o[::-1])):
         assert found.by_rank[0][f"qwen3/{switches}/{WHOLE}/o/grad"]["kept"] == [part, o_weight]
+    # The BF16 weight is [N, K], its FP8 bytes for dgrad [K, N].
+    bf16 = found.by_rank[0][f"modes/bf16 side/{WHOLE}/o/grad"]["kept"]
+    assert bf16 == [o[::-1], o_weight[::-1]]
+    assert found.by_rank[0][f"modes/bf16 side/{WHOLE}/qkv/grad"]["kept"] == [(WHOLE // 2, HIDDEN), qkv_weight[::-1]]
+    assert found.by_rank[0][f"modes/bf16 side/{WHOLE}/qkv/frozen"]["kept"] == [qkv_weight[::-1]]
+    assert found.by_rank[0][f"modes/bf16 side/{WHOLE}/qkv/weights"]["kept"] == [(WHOLE // 2, HIDDEN)]
     assert found.by_rank[0][f"qwen3/default/{WHOLE}/qkv/grad"]["kept"] == [(HIDDEN, WHOLE // 2), qkv_weight]
 
 
@@ -125,7 +180,10 @@ def test_ragged_tokens_with_gradients_are_padded_along_k_and_gathered_in_bf16_al
 def test_bf16_is_gathered_where_the_side_or_the_backward_is_bf16(found: Found) -> None:
     for case in ("bf16 side/256/qkv/grad", "bf16 side/256/o/no grad", "needs bf16/256/qkv/grad", "needs bf16/256/o/grad"):
         result = found.by_rank[0][f"qwen3/{case}"]
-        assert result["launches"] == 0 and [dtype for dtype, _ in result["sent"]] == ["bfloat16"], case
+        part = WHOLE // 2 * HIDDEN if "qkv" in case else WHOLE * HEADS_WIDTH // 2
+        # A BF16 linear gathers again in the backward, an FP8 one whose backward reads BF16 keeps the whole.
+        times = 2 if case == "bf16 side/256/qkv/grad" else 1
+        assert result["launches"] == 0 and result["sent"] == [("bfloat16", 2 * part)] * times, case
 
 
 def test_without_sequence_parallelism_the_input_along_k_is_gathered_in_fp8(found: Found) -> None:
@@ -134,13 +192,21 @@ def test_without_sequence_parallelism_the_input_along_k_is_gathered_in_fp8(found
     assert sent == [*fp8(RAGGED, HEADS_WIDTH // 2), ("bfloat16", 2 * RAGGED * HIDDEN // 2)], "the output is gathered in BF16"
 
 
-def test_a_training_step_is_the_one_of_gathering_bf16(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arm", [Arm.jetrl, Arm.bf16])
+def test_a_training_step_is_the_one_of_the_mappings_one_after_the_other(tmp_path: Path, arm: Arm) -> None:
     hf_dir = write_tiny_model(tmp_path / "hf", "qwen3", num_hidden_layers=2)
-    launches = {Recompute.none: 2, Recompute.full: 3}
-    cases = [ParallelConfig(tp=2, micro_batch_toks=128, recompute=recompute) for recompute in launches]
+    gathers = {Recompute.none: 2, Recompute.full: 3}
+    cases = [
+        (ParallelConfig(tp=2, micro_batch_toks=128, recompute=recompute), PrecisionConfig(arm=arm)) for recompute in gathers
+    ]
+    cases.append((ParallelConfig(tp=2, micro_batch_toks=128, sequence_parallel=False), PrecisionConfig(arm=arm)))
     for results in run_ranks(steps_of_one_rank, 2, str(hf_dir), cases):
-        for result, of_a_linear in zip(results, launches.values(), strict=True):
+        for result in results:
             assert result["differing"] == [] and result["zero"] == []
-            assert result["launches"] == of_a_linear * 4 * 2 * result["num_batches"]
+        for result, of_a_linear in zip(results, gathers.values(), strict=False):
+            num_gathers = of_a_linear * 4 * 2 * result["num_batches"]
+            assert result["launches"] == (num_gathers if arm is Arm.jetrl else 0)
             # The hidden states in front of lm_head and the gradient of the embeddings.
-            assert sum(dtype == "bfloat16" for dtype, _ in result["sent"]) == 2 * result["num_batches"]
+            others = 2 * result["num_batches"]
+            in_bf16 = others if arm is Arm.jetrl else others + num_gathers
+            assert sum(dtype == "bfloat16" for dtype, _ in result["sent"]) == in_bf16

@@ -7,7 +7,8 @@ import torch
 
 from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation
 from jetrl_megatron.fp8 import GemmPrecision, WeightCache, fp8_linear
-from jetrl_megatron.fp8.gather import InputGather, exact_in_fp8, gather_blocks
+from jetrl_megatron.fp8.exchange import InputExchange
+from jetrl_megatron.fp8.gather import exact_in_fp8, gather_blocks
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK, quantize
 
 FP8, BF16 = LinearPrecision.fp8, LinearPrecision.bf16
@@ -19,10 +20,6 @@ class Group:
 
     def size(self) -> int:
         return 2
-
-
-def gather_along(axis: int) -> InputGather:
-    return InputGather(axis=axis, group=Group(), reduce_scatter=lambda dx: dx)
 
 
 def test_a_part_of_whole_groups_is_exact_and_tokens_without_gradients_always_are():
@@ -55,7 +52,7 @@ def test_a_linear_refuses_parts_whose_bytes_would_be_others():
     cache.refresh()
 
     def run(x: torch.Tensor, axis: int, precision: GemmPrecision) -> torch.Tensor:
-        return fp8_linear(x, weight, cache.get("w"), precision, Backend.reference, gather=gather_along(axis))
+        return fp8_linear(x, weight, cache.get("w"), precision, Backend.reference, exchange=InputExchange(axis=axis, group=Group()))
 
     with pytest.raises(ValueError, match=r"\(100, 256\) of X, cut along axis 0, cannot be gathered in FP8.*gather X in BF16"):
         run(torch.randn(100, 256).bfloat16(), TOKENS, GemmPrecision())

@@ -1,0 +1,114 @@
+"""What tensor-parallel ranks exchange around one linear: X on its way in, dX on its way back, beside the GEMMs of the backward.
+
+Enters: this rank's part of X, quantised or BF16, and in the backward its dX of the whole X. Leaves: the whole X, this rank's part of dX.
+Equation: with X cut along an axis, X = [X_0 .. X_size-1] and dX_r = part r of sum_s dX_s; where every rank holds all of X, dX = sum_s dX_s.
+In the forward the GEMM needs X at once, so its gather is waited for. In the backward nothing waits where it starts: a `start_*` method
+returns a function that waits and gives the result. The order that every linear keeps:
+
+    start X -> dY's quantisation, dgrad -> start dX -> wait for X -> wgrad -> wait for dX
+
+Invariants: sums are BF16, one collective each, so their bits are those of the same collective waited for at once; on CUDA waiting holds up
+the current stream and never the host; a started collective holds its tensors until it is waited for; every rank starts the same collectives
+in the same order.
+Left out: which linear exchanges what (actor/linears.py), how codes and scales travel (gather.py), the gradient behind a linear's output.
+
+Legend: T tokens, K input features of the whole X.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jetrl_megatron.fp8.block_scaled import BlockScaled
+from jetrl_megatron.fp8.gather import gather_blocks, start_gather_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputExchange:
+    """Where X [T, K] of a linear lies, and how its gradient comes back."""
+
+    axis: int | None
+    """Along which X is cut over the ranks: 0 tokens, 1 features; None where every rank holds all of it."""
+    group: Any
+    """The tensor-parallel process group, of more than one rank; None where nothing is exchanged (`LOCAL`)."""
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, int]:
+        """(T, K) of X from the shape of what a rank holds."""
+        shape = [part[0], part[1]]
+        if self.axis is not None:
+            shape[self.axis] *= self.group.size()
+        return shape[0], shape[1]
+
+    def check(self, x_TK: torch.Tensor, weight: torch.Tensor) -> None:
+        """Raise ValueError unless x, what this rank holds of X [T, K], and weight [N, K] are BF16 matrices that fit."""
+        if x_TK.dim() != 2 or weight.dim() != 2 or self.whole_shape(x_TK.shape)[1] != weight.shape[1]:
+            raise ValueError(f"linear: input {tuple(x_TK.shape)} and weight {tuple(weight.shape)} must be [T, K] and [N, K]")
+        if x_TK.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+            raise ValueError(f"linear: input is {x_TK.dtype}, weight {weight.dtype}; both must be bfloat16")
+
+    def rows(self, x: BlockScaled) -> BlockScaled:
+        """X in blocks 1x128 along K, [T, K], from what a rank holds of it."""
+        return x if self.axis is None else gather_blocks(x, self.axis, self.group)
+
+    def start_rows(self, x: BlockScaled) -> Callable[[], BlockScaled]:
+        """`rows`, started; call what returns to wait."""
+        return (lambda: x) if self.axis is None else start_gather_blocks(x, self.axis, self.group)
+
+    def start_transposed(self, x_t: BlockScaled) -> Callable[[], BlockScaled]:
+        """Start to make X^T whole as wgrad reads it, [K, T128], from what a rank holds of it; call what returns to wait."""
+        return (lambda: x_t) if self.axis is None else start_gather_blocks(x_t, 1 - self.axis, self.group)
+
+    def whole(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """X [T, K] BF16 from what a rank holds of it."""
+        return x_TK if self.axis is None else self._gather(x_TK, self.axis, async_op=False)()
+
+    def start_whole(self, x_TK: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """`whole`, started; call what returns to wait."""
+        return (lambda: x_TK) if self.axis is None else self._gather(x_TK, self.axis, async_op=True)
+
+    def start_sum(self, dx_TK: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to add up dX [T, K] BF16 over the ranks, in place where X is not cut; call what returns to wait.
+
+        It gives the sum where this rank holds X: [T/size, K], [T, K/size] or [T, K].
+        """
+        if self.group is None:
+            return lambda: dx_TK
+        summands = [dx_TK.contiguous()]
+        if self.axis is None:
+            total = summands[0]
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+        else:
+            size = self.group.size()
+            if self.axis == 1:
+                summands = [torch.cat(dx_TK.chunk(size, dim=1))]
+            rows, cols = summands[0].shape
+            total = dx_TK.new_empty((rows // size, cols))
+            work = dist.reduce_scatter_tensor(total, summands[0], group=self.group, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            summands.clear()  # held until here: the collective reads them
+            return total
+
+        return wait
+
+    def _gather(self, x_TK: torch.Tensor, axis: int, *, async_op: bool) -> Callable[[], torch.Tensor]:
+        """All-gather BF16 parts; what returns waits and puts them together along `axis`."""
+        size, parts = self.group.size(), [x_TK.contiguous()]
+        whole = x_TK.new_empty((size * x_TK.shape[0], x_TK.shape[1]))
+        work = dist.all_gather_into_tensor(whole, parts[0], group=self.group, async_op=async_op)
+
+        def wait() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            parts.clear()  # held until here: the collective reads them
+            return whole if axis == 0 else torch.cat(whole.chunk(size), dim=1)
+
+        return wait
+
+
+LOCAL = InputExchange(axis=None, group=None)
+"""Nothing is exchanged: every rank has its own X, or there is one rank."""
