@@ -227,7 +227,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument(
-        "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=blocks, ..."
+        "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=groups, ..."
     )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)

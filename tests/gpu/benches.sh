@@ -14,7 +14,7 @@ mkdir -p "$out"
 recipe=recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml
 server=(parallel.tp=1 "rollout.vllm.gpus=['1']" rollout.vllm.transport=nccl --nproc 1 --model "$model")
 step=(--model "$model" --tokens 8192 --repeats 3)
-arms=(--arms bf16 jetrl jetrl+wgrad_granularity=blocks)
+arms=(--arms bf16 jetrl jetrl+wgrad_granularity=groups)
 code=0
 run() {
     local name=$1

@@ -31,7 +31,7 @@ def test_auto_on_cuda_never_falls_back():
 def test_kernel_names_follow_the_switches():
     shape, fp8 = (16, 256, 128), GemmPrecision(dgrad=BF16)
     names = [kernel_for(g, shape, fp8, Backend.reference) for g in ("fprop", "dgrad", "wgrad")]
-    assert names == ["reference.block_fp8.1d2d.bf16", "reference.bf16_f64acc", "reference.block_fp8.1d1d.fp32"]
+    assert names == ["reference.block_fp8.1d2d.bf16", "reference.bf16_f64acc", "reference.block_fp8.1d2d.bf16_then_fp32_add"]
     assert kernel_for("fprop", shape, fp8, Backend.deepgemm) == "deep_gemm.fp8_gemm_nt.1d2d.bf16"
     assert kernel_for("dgrad", shape, fp8, Backend.deepgemm) == "torch.mm.bf16"
     with pytest.raises(ValueError, match="multiples of 128"):

@@ -36,6 +36,7 @@ def dequantized_weight(cached, row_order):
     return w if row_order is None else torch.empty_like(w).index_copy_(0, row_order, w)
 
 
+@pytest.mark.parametrize("granularity", WgradGranularity)
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize(
     ("saved", "dgrad", "wgrad", "grad_format"),
@@ -44,13 +45,13 @@ def dequantized_weight(cached, row_order):
         (SavedActivation.fp8_dual, FP8, FP8, GradFormat.e5m2),
     ],
 )
-def test_every_arm_matches_float64_on_its_own_operands(order, saved, dgrad, wgrad, grad_format):
+def test_every_arm_matches_float64_on_its_own_operands(granularity, order, saved, dgrad, wgrad, grad_format):
     x, weight, dy, cached, row_order = layer(order)
-    precision = GemmPrecision(saved_activation=saved, dgrad=dgrad, wgrad=wgrad, grad_format=grad_format)
+    precision = GemmPrecision(saved_activation=saved, dgrad=dgrad, wgrad=wgrad, grad_format=grad_format, wgrad_granularity=granularity)
     y = fp8_linear(x, weight, cached, precision, REFERENCE, row_order)
     y.backward(dy)
     w64 = dequantized_weight(cached, row_order)
-    x_row, x_t = quantize_dual(x)
+    x_row, x_t = quantize_dual(x, t_block=precision.x_t_block)
     assert calc_diff(y, x_row.dequantize().double() @ w64.t()) < 3e-6
 
     order_ = torch.arange(N) if row_order is None else row_order
@@ -64,7 +65,7 @@ def test_every_arm_matches_float64_on_its_own_operands(order, saved, dgrad, wgra
         SavedActivation.bf16: x.detach(),
     }[saved]
     if wgrad is FP8:
-        x64 = kept if saved is SavedActivation.fp8_dual else quantize(kept, (128, 1)).dequantize()
+        x64 = kept if saved is SavedActivation.fp8_dual else quantize_dual(kept, t_block=precision.x_t_block)[1].dequantize()[:, :T].t()
         dy64 = quantize(dy, (128, 1), dtype=precision.grad_dtype).dequantize()
     else:
         x64, dy64 = kept.bfloat16(), dy
@@ -95,7 +96,7 @@ def test_saved_tensors_are_what_the_switch_says():
         kept = [t for t in y.grad_fn.saved_tensors if t.data_ptr() not in (cached.w_t.data.data_ptr(), cached.w_t.scale.data_ptr())]
         sizes[saved] = sum(t.numel() * t.element_size() for t in kept)
     assert sizes == {
-        SavedActivation.fp8_dual: 256 * K + 4 * K * 2,
+        SavedActivation.fp8_dual: 256 * K + 4 * (K // 128) * 2,
         SavedActivation.fp8_requant: 256 * K + 4 * 256 * (K // 128),
         SavedActivation.bf16: 2 * 256 * K,
     }
