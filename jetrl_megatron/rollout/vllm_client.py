@@ -1,10 +1,9 @@
 """One engine server over HTTP: token ids in, token ids with their log-probs out; and the few control calls of a weight push.
 
 Enters: an address and the run's key. Leaves: `Drawn` for a completion, plain values for control calls. Text is never sent, read nor made:
-completions go through vLLM's route for token ids, where the server leaves its detokenizer out. (Behind `/v1/completions` every sampled
-token is turned into text twice, in one process for all requests, which with a hundred of them takes longer than the GPU's step.) Every
-sampling field is set, so that nothing of the model directory's generation_config can slip in; log-probs are those of the distribution that
-was sampled from, since the server runs with `--logprobs-mode processed_logprobs`.
+completions go through vLLM's route for token ids, where the server leaves its detokenizer out. Every sampling field is set, so that
+nothing of the model directory's generation_config can slip in; log-probs are those of the distribution that was sampled from, since the
+server runs with `--logprobs-mode processed_logprobs`.
 
 Failures are of two kinds: `ServerGone`, after which the same request may be sent to another server, and ValueError, after which it may not.
 """
