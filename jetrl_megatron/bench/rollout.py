@@ -3,16 +3,19 @@
 Enters: a recipe and the load. Leaves: one row an arm. Prompts are random ids, completions have a fixed length (no token ends one), so that
 the arms draw equally many tokens. The first rounds warm kernels and graphs up and are not counted: DeepGEMM compiles a kernel for each new
 range of rows, for seconds, so an arm is warm only when its rounds no longer get faster; the row shows the seconds of every round.
+(VLLM_DEEP_GEMM_WARMUP=relax in the environment makes vLLM compile many of them while a server starts.)
 Checked: every server holds the actor's bytes (the push verifies), every completion has its length.
 """
 
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
 from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.sync import pushed
 from jetrl_megatron.bench.timing import positive
 from jetrl_megatron.contracts import Prompt, SamplingParams
 from jetrl_megatron.loop.setup import Session
@@ -27,11 +30,14 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument("--new-toks", type=positive, default=512)
     options.add_argument("--rounds", type=positive, default=3, help="counted rounds")
     options.add_argument("--warm-up-rounds", type=positive, default=3, help="rounds before them")
+    options.add_argument(
+        "--pushes", type=positive, help="then time this many weight pushes as bench sync does, without another start of the servers"
+    )
     return run_arms("rollout", options, argv, measure)
 
 
 def measure(session: Session, args: argparse.Namespace) -> Record:
-    """Push once, then draw round after round."""
+    """Push once, draw round after round, and push as often as asked."""
     assert session.publisher is not None
     session.publisher.push()
     params = SamplingParams(max_new_toks=args.new_toks, temperature=session.recipe.rollout.temperature)
@@ -42,9 +48,11 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
         start_s = time.perf_counter()
         drawn = session.engine.generate(mine, params, seed=number)
         seconds.append(time.perf_counter() - start_s)
+        if session.ranks.is_logger:
+            print(f"round {number + 1} of {args.warm_up_rounds + args.rounds}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
         assert [len(c.token_ids) for c in drawn] == [args.new_toks] * len(mine), "a completion has another length"
     rates = [args.prompts * args.new_toks / s for s in seconds[args.warm_up_rounds :]]
-    return {
+    record: Record = {
         "toks_a_s": statistics.median(rates),
         "toks_a_s_min": min(rates),
         "toks_a_s_max": max(rates),
@@ -53,6 +61,7 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
         "prompt_toks": args.prompt_toks,
         "new_toks": args.new_toks,
     }
+    return record | (pushed(session, args.pushes) if args.pushes else {})
 
 
 def make_requests(number: int, num_prompts: int, prompt_toks: int, vocab_size: int) -> list[Request]:

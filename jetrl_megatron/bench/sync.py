@@ -27,13 +27,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(session: Session, args: argparse.Namespace) -> Record:
-    """Push again and again; the actor's version grows as it would with optimizer steps."""
+    """Start the servers by a first push, then push again and again."""
+    assert session.publisher is not None
+    session.publisher.push()
+    return {"start_s": session.publisher.seconds, **pushed(session, args.pushes)}
+
+
+def pushed(session: Session, num_pushes: int) -> Record:
+    """Push `num_pushes` times to servers that run; the actor's version grows as it would with optimizer steps."""
     publisher = session.publisher
     assert publisher is not None
-    publisher.push()
-    started_s = publisher.seconds
     seconds, parts = [], []
-    for _ in range(args.pushes):
+    for _ in range(num_pushes):
         session.engine.rest()  # as in a step; not counted
         session.actor.version += 1
         publisher.push()
@@ -45,8 +50,7 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
         "push_s": statistics.median(seconds),
         "push_s_min": min(seconds),
         "push_s_max": max(seconds),
-        "start_s": started_s,
-        "pushes": args.pushes,
+        "pushes": num_pushes,
     }
     record |= {f"{part}_s": statistics.median(push.get(part, 0.0) for push in parts) for part in PARTS if part in parts[-1]}
     if session.device.type == "cuda":

@@ -100,6 +100,8 @@ def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str,
         "VLLM_LOGGING_LEVEL": kept.get("VLLM_LOGGING_LEVEL", "INFO"),
         **engine_environment(spec.on_cuda, spec.power_of_two_scales),
     }
+    if "VLLM_DEEP_GEMM_WARMUP" in kept:  # a user may have kernels compiled at the start, not in the first rollouts: the same kernels
+        switches["VLLM_DEEP_GEMM_WARMUP"] = kept["VLLM_DEEP_GEMM_WARMUP"]
     if gpus:
         switches["CUDA_VISIBLE_DEVICES"] = gpus
     if not spec.on_cuda:

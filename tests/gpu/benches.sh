@@ -31,7 +31,7 @@ for name in ${@:-quant linear step-1gpu step-pp2 step-tp2 rollout sync}; do
     step-1gpu) run step-1gpu "$python" -m jetrl_megatron.bench step --layers 8 --micro-batches 2 "${step[@]}" "${arms[@]}" ;;
     step-pp2) run step-pp2 "$python" -m torch.distributed.run --nproc_per_node 2 -m jetrl_megatron.bench step --pp 2 --micro-batches 8 "${step[@]}" "${arms[@]}" ;;
     step-tp2) run step-tp2 "$python" -m torch.distributed.run --nproc_per_node 2 -m jetrl_megatron.bench step --tp 2 --micro-batches 2 "${step[@]}" "${arms[@]}" ;;
-    rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" "${server[@]}" ;;
+    rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" "${server[@]}" --pushes 5 ;;
     sync) run sync "$python" -m jetrl_megatron.cli bench sync "$recipe" "${server[@]}" ;;
     *) echo "unknown bench $name"; code=2 ;;
     esac

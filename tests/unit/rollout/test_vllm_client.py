@@ -112,6 +112,13 @@ def test_nothing_of_the_runs_launcher_reaches_a_server():
     assert server_environment(SPEC, KEY, "", others | dict.fromkeys(launchers, "1")) == bare
 
 
+def test_a_user_decides_when_an_engine_compiles_its_kernels_and_nothing_that_changes_numbers():
+    others = {"VLLM_DEEP_GEMM_WARMUP": "relax", "VLLM_USE_DEEP_GEMM_E8M0": "1", "JETRL_OPERATORS": "0"}
+    environment = server_environment(SPEC, KEY, "", others)
+    assert {k: environment[k] for k in others} == others | {"VLLM_USE_DEEP_GEMM_E8M0": "0", "JETRL_OPERATORS": "1"}
+    assert server_environment(SPEC, KEY, "", {})["VLLM_DEEP_GEMM_WARMUP"] == "skip"
+
+
 def test_a_server_binds_to_loopback_behind_the_door_with_the_log_probs_of_its_own_distribution():
     words = server_command(SPEC, Path("model"), 1234, with_weights=False)
     pairs = dict(pairwise(words))
