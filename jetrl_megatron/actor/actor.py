@@ -43,7 +43,8 @@ class Actor:
         hf_dir: the weights to start from; None: random ones, for benches.
         ranks: this process's place.
         device: where it runs.
-        trainable: False leaves out the gradients' buffers, 4 bytes a parameter, for benches that only push and draw.
+        trainable: False leaves out the gradients' buffers, 4 bytes a parameter, and the transposed FP8 weights, 1 byte, for benches that
+            only push and draw.
     """
 
     def __init__(

@@ -1,16 +1,19 @@
 """The two passes over the logits of logprobs.py on a GPU: what the forward needs of a row, and the gradient of a row.
 
-Enters: FP32 logits [n, V_r] of this rank's vocabulary rows, contiguous, as the GEMM left them. Leaves, each logit read once:
+Enters: FP32 logits [n, V_r] of this rank's vocabulary rows, contiguous, as the GEMM left them. Leaves:
 
     row_sums:        max_v z, sum_v exp(z - max), sum_v (z - max) exp(z - max), and z[label] where this rank holds the label, else 0
     logit_gradient:  (1[v = label] - exp((z - max) - log total)) * dlogp / temperature, rounded once to BF16
 
-with z = logits / temperature, one FP32 division rounded to nearest, over the `valid` columns; padding has no part in a sum and gradient 0.
+with z = logits / temperature, over the `valid` columns; padding has no part in a sum and gradient 0.
 Invariants: no atomics and one order of summation, so a row's bits depend on that row alone and not on how many there are; NaN and Inf
-stay visible. Left out: what the tensor-parallel ranks make of it (fused_logprobs.py).
+stay visible. The sum of the exponentials is vLLM's (0.26, `compute_token_logprobs`): first the maximum, then blocks of as many columns,
+each summed by as many threads and added to the one before it; and the division is the one that its sampler's kernel makes (Triton's `/`,
+not rounded to nearest). So on one rank a log-prob should be the engine's, bit for bit: compiled for Hopper both kernels have one layout
+and the same reductions, but they have not run beside each other yet. With tensor parallelism a rank sums its shard of the vocabulary.
+Left out: what the tensor-parallel ranks make of it (fused_logprobs.py).
 
-A lane keeps the running maximum of its own columns and one exponential serves both cases: what is below the maximum is added, a new
-maximum scales what was there. Legend: n rows, V_r columns of this rank.
+Legend: n rows, V_r columns of this rank.
 """
 
 import torch
@@ -19,9 +22,10 @@ import triton.language as tl
 
 from jetrl_megatron.fp8.triton_source import round_bf16
 
-SUMS_BLOCK = 2048
+SUMS_BLOCK, SUMS_WARPS = 1024, 4
+"""Columns at a time and warps; both fix the order of summation, and are vLLM's."""
 GRADIENT_BLOCK = 4096
-"""Columns at a time. The first fixes the order of summation."""
+"""Columns of one program."""
 
 
 def row_sums(logits: torch.Tensor, labels: torch.Tensor, start: int, valid: int, temperature: float) -> torch.Tensor:
@@ -34,8 +38,9 @@ def row_sums(logits: torch.Tensor, labels: torch.Tensor, start: int, valid: int,
     out = torch.empty(logits.shape[0], 4, dtype=torch.float32, device=logits.device)
     if logits.shape[0]:
         _sums_kernel[(logits.shape[0],)](
-            logits, labels, out, logits.shape[1], start, valid, temperature, TEMPERED=temperature != 1.0, BLOCK=SUMS_BLOCK, num_warps=8
-        )
+            logits, labels, out, logits.shape[1], start, valid, temperature,
+            TEMPERED=temperature != 1.0, BLOCK=SUMS_BLOCK, num_warps=SUMS_WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -69,15 +74,8 @@ def _check(logits: torch.Tensor, labels: torch.Tensor, valid: int) -> None:
 
 @triton.jit
 def _divided(logit, temperature, TEMPERED: tl.constexpr):
-    """The logit over the temperature, as torch divides FP32."""
-    return tl.div_rn(logit, temperature) if TEMPERED else logit
-
-
-@triton.jit
-def _decay(gap):
-    """exp(-|gap|) and gap * exp(-|gap|), the latter 0 where the former is: an infinite gap adds nothing. NaN stays."""
-    weight = tl.exp(-tl.abs(gap))
-    return weight, tl.where(weight == 0.0, 0.0, gap * weight)
+    """The logit over the temperature, as vLLM's sampler divides."""
+    return logit / temperature if TEMPERED else logit
 
 
 @triton.jit
@@ -85,25 +83,26 @@ def _sums_kernel(logits_ptr, labels_ptr, out_ptr, width, start, valid, temperatu
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr, lane = logits_ptr + row * width, tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    dot = tl.zeros([BLOCK], dtype=tl.float32)
+    peak = float("-inf")
     for first in range(0, valid, BLOCK):
         c = first + lane
         z = _divided(tl.load(row_ptr + c, mask=c < valid, other=float("-inf")), temperature, TEMPERED)
+        peak = tl.max(tl.maximum(z, peak))
+    total = 0.0
+    dot = 0.0
+    for first in range(0, valid, BLOCK):
+        c = first + lane
+        z = _divided(tl.load(row_ptr + c, mask=c < valid, other=0.0), temperature, TEMPERED)
         # -inf less -inf is NaN, but a logit of -inf has no probability whatever the maximum; inf less inf has to stay NaN.
-        weight, weighted = _decay(tl.where(z == float("-inf"), float("-inf"), z - top))
-        higher = z > top
-        dot = tl.where(higher, dot * weight - weighted * total, dot + weighted)
-        total = tl.where(higher, total * weight + 1.0, total + weight)
-        top = tl.where(higher, z, top)
-    peak = tl.max(top, 0)
-    weight, weighted = _decay(tl.where(top == float("-inf"), float("-inf"), top - peak))
+        gap = tl.where(z == float("-inf"), float("-inf"), z - peak)
+        weight = tl.where(c < valid, tl.exp(gap), 0.0)
+        total += tl.sum(weight)
+        dot += tl.sum(tl.where(weight == 0.0, 0.0, gap * weight))  # an infinite gap adds nothing
     local = tl.load(labels_ptr + row) - start
     picked = tl.load(row_ptr + local, mask=(local >= 0) & (local < valid), other=0.0)
     tl.store(out_ptr + row * 4, peak)
-    tl.store(out_ptr + row * 4 + 1, tl.sum(total * weight, 0))
-    tl.store(out_ptr + row * 4 + 2, tl.sum(dot * weight + weighted * total, 0))
+    tl.store(out_ptr + row * 4 + 1, total)
+    tl.store(out_ptr + row * 4 + 2, dot)
     tl.store(out_ptr + row * 4 + 3, _divided(picked, temperature, TEMPERED))
 
 

@@ -127,7 +127,7 @@ def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int
 
 @contextmanager
 def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
-    """Open a session with its actor and engine, no gradients, no optimizer and no reference; close it whatever happens.
+    """Open a session with its actor and engine, no optimizer, no reference and, unlike a run, no gradients; close it whatever happens.
 
     random_weights: the actor draws its weights, and `model.path` holds none.
     """

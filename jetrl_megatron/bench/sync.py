@@ -1,6 +1,6 @@
 """`jetrl bench sync`: seconds of a weight push from the actor to every server, verification included, FP8 against BF16 in one run.
 
-Enters: a recipe. Leaves: one row an arm: bytes, seconds (median), the median of each part of a push (rollout/laps.py: `hash_s`, `load_s`,
+Enters: a recipe. Leaves: one row an arm: bytes, seconds (median), the median of each part of a push (rollout/laps.py: `load_s`,
 `verify_s` and so on), and on CUDA the time that the bytes need at the measured copy bandwidth of one GPU with the ratio to it. The first
 push starts the servers and is not counted. Checked: every push verifies every tensor.
 """

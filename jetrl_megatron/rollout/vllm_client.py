@@ -56,9 +56,18 @@ class EngineClient:
         """Draw one completion.
 
         seed: of this request alone, below 2^63. timeout_s: for the whole answer; the server gives the request up when we hang up.
-        Raises ServerGone, or ValueError where the server refuses the request.
+        Raises ServerGone, or ValueError where the server refuses the request or ends the completion where the run would not.
         """
-        return parse_completion(self._call("POST", GENERATE, self._body(prompt_ids, params, seed), timeout_s))
+        drawn = parse_completion(self._call("POST", GENERATE, self._body(prompt_ids, params, seed), timeout_s))
+        stopped, num = drawn.finish_reason == "stop", len(drawn.token_ids)
+        if stopped and drawn.token_ids[-1] not in params.stop_token_ids:
+            raise ValueError(f"{self.url} ended a completion with token {drawn.token_ids[-1]}, no stop token of {params.stop_token_ids}")
+        if not stopped and num != params.max_new_toks:
+            raise ValueError(
+                f"{self.url} cut a completion off after {num} of {params.max_new_toks} tokens, behind a prompt of {len(prompt_ids)}: its "
+                "context is shorter than the model's; start it with a --max-model-len that holds both"
+            )
+        return drawn
 
     def _body(self, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> dict[str, Any]:
         sampling = {
@@ -158,8 +167,10 @@ def parse_completion(answer: Mapping[str, Any]) -> Drawn:
     logprobs = [entry["logprob"] for entry in found if entry["logprob"] > _NO_LOGPROB]
     named = [entry["token"] for entry in found]
     reason = choice.get("finish_reason")
-    if not ids or len(logprobs) != len(ids) or named != [f"token_id:{i}" for i in ids]:
-        raise ServerGone(f"the server gave {len(ids)} token ids and {len(logprobs)} log-probs of them (finish reason {reason!r})")
+    if not ids or len(logprobs) != len(ids):
+        raise ServerGone(f"the server gave {len(ids)} token ids and {len(logprobs)} log-probs (finish reason {reason!r})")
+    if named != [f"token_id:{i}" for i in ids]:
+        raise ServerGone(f"the server's log-probs are of other tokens than those that it gave: {named[:4]}... and {ids[:4]}...")
     if reason not in ("stop", "length"):
         raise ServerGone(f"the server ended a completion with {reason!r}")
     return Drawn(token_ids=tuple(ids), logprobs=tuple(map(float, logprobs)), finish_reason=reason)

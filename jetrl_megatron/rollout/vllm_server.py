@@ -75,7 +75,7 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += ["--max-num-seqs", str(spec.max_num_seqs), "--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
     for name, value in engine_numerics(spec.on_cuda, spec.cuda_graphs).items():
         words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
-    words += ["--max-logprobs", "1", "--tokens-only"]  # no tokenizer is loaded; 0.30 opens the route for token ids for it alone
+    words += ["--max-logprobs", "1", "--tokens-only"]  # no tokenizer is loaded; 0.30 has the route for token ids behind it
     words += ["--middleware", "jetrl_megatron.rollout.vllm_auth.RequireKey"]
     words += ["--worker-extension-cls", "jetrl_megatron.rollout.vllm_worker.WeightReader"]
     words += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]

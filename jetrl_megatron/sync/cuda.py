@@ -112,8 +112,14 @@ class NcclTransport(MemoryTransport):
             client.control("/finish_weight_update", None, self._timeout_s)
 
         def send() -> Expected:
-            self._broadcast(wire, _from_stages(wire, stream))
-            shares = self._group.to_first(record.share())
+            tensors, share = _from_stages(wire, stream), None
+            try:
+                self._broadcast(wire, tensors)
+                share = record.share()
+            finally:
+                for _ in tensors:  # where the sender broke off: the other ranks are in the middle of a gather, or wait to hand theirs over
+                    pass
+                shares = self._group.to_first(share)
             assert shares is not None
             return merge_shares(wire, [share for share in shares if share is not None], step)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.bucket import Bucket, fill_buckets, gpu_name, show_buffer
 from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Expected, Published
@@ -71,7 +72,8 @@ class IpcTransport(MemoryTransport):
                 if relay is not None:
                     assert handles is not None
                     relay.give({**bucket, "handles": dict(handles)})
-                self._group.from_first(None)  # every server has read it
+                if self._group.from_first(True) is not True:  # every server has read it, or rank 0 says that it failed
+                    raise RunFailure("rank 0 broke off the push; its log says why")
         finally:
             if relay is not None:
                 relay.end()

@@ -66,6 +66,7 @@ class Publisher:
             if self._group.rank != 0:
                 raise
             failure = error
+            _LOG.error("the push of version %d failed: %s", step, error)  # the others hear of it below, if they are still there
         word = ("done", done) if failure is None else ("failed", (False, str(failure)))
         version = self._group.result_of(self._group.from_first(word), failure)
         assert isinstance(version, WeightVersion) and version.step == step, (version, step)

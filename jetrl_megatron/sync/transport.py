@@ -56,7 +56,7 @@ class StageRecord:
         self._names: list[str] = []
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass a stream on and hash each tensor behind that, so that nobody waits for its hash; the stream must be taken to its end.
+        """Pass a stream on and hash each tensor behind that: none waits for its own hash. The stream must be taken to its end.
 
         A tensor stays what it is until the next is asked for.
         """

@@ -22,6 +22,7 @@ class Sender:
 
     sent: list[Any] = []  # noqa: RUF012  (one push a process)
     asked = threading.Event()
+    breaks_at = -1
 
     @staticmethod
     def trainer_init(info: Any) -> Any:
@@ -30,7 +31,9 @@ class Sender:
     @classmethod
     def trainer_send_weights(cls, tensors: Any, arguments: Any) -> None:
         assert cls.asked.wait(60.0), "the servers are told names before the bytes"
-        for name, tensor in tensors:
+        for number, (name, tensor) in enumerate(tensors):
+            if number == cls.breaks_at:
+                raise RuntimeError(f"no memory for {name}")
             raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             cls.sent.append((name, (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest())))
 
@@ -66,8 +69,12 @@ class FakePool:
         self.expected = published.expected.result(60.0)
 
 
-def push(hf_dir: str, root: str, tp: int, pp: int, refusal: str = "") -> Any:
-    """Push once; returns on rank 0 what was announced, sent and asked, and on others the version; the error, where it fails."""
+def push(hf_dir: str, root: str, tp: int, pp: int, refusal: str = "", breaks_at: int = -1) -> Any:
+    """Push once; returns on rank 0 what was announced, sent and asked, and on others the version; the error, where it fails.
+
+    refusal: with which the pool does not start. breaks_at: the sender fails at this tensor.
+    """
+    Sender.breaks_at = breaks_at
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.distributed.weight_transfer.nccl_engine"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["vllm.distributed.weight_transfer.nccl_engine"].NCCLWeightTransferEngine = Sender  # type: ignore[attr-defined]
@@ -83,7 +90,7 @@ def push(hf_dir: str, root: str, tp: int, pp: int, refusal: str = "") -> Any:
     try:
         version = publisher.push()
     except RuntimeError as error:
-        assert passes.number == 0 and publisher.version is None
+        assert passes.number <= (0 if refusal else 1) and publisher.version is None
         return str(error)
     assert passes.number == (1 if publisher._wire.replica == 0 else 0), "tensors are hashed in the pass in which they are sent"
     if pool is None:

@@ -122,6 +122,12 @@ def test_nccl_sends_what_it_announced_in_one_pass_and_every_stage_says_what_it_s
     assert events == [routes, routes]
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
+def test_a_sender_that_breaks_off_fails_the_nccl_push_on_every_rank_and_leaves_none_waiting(models, tmp_path, tp, pp):
+    first, other = run_ranks(push_nccl, 2, str(models["llama"]), str(tmp_path), tp, pp, "", 2)
+    assert first.startswith("no memory for ") and other == f"rank 0: {first}"
+
+
 def test_a_server_that_does_not_start_fails_the_nccl_push_on_every_rank(models, tmp_path):
     errors = run_ranks(push_nccl, 2, str(models["llama"]), str(tmp_path), 2, 1, "server 0 does not start")
     assert errors == ["server 0 does not start", "rank 0: server 0 does not start"]

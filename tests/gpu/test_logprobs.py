@@ -163,3 +163,23 @@ def test_time_against_plain_operators(case):
     print(f"{COUNT} rows, ms: forward {forward:.2f} (plain operators {eager_forward:.2f}, the GEMM alone {gemm:.2f}),", end=" ")
     print(f"forward + backward {fused_both:.2f} (plain operators {eager_both:.2f})")
     assert forward < eager_forward and fused_both < eager_both
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("width", "valid"), [(80, 80), (49152, 49152), (151936, 151936), (152064, 151665)])
+def test_a_log_prob_is_vllms_bit_for_bit(width, valid, temperature):
+    """vLLM divides in a kernel of its own and then sums; on one rank the actor's kernel does both."""
+    pytest.importorskip("vllm")
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    from jetrl_megatron.actor.fused_logprobs import combine
+    from jetrl_megatron.actor.triton_logprobs import row_sums
+
+    logits = torch.randn(64, width, device="cuda") * 4
+    labels = torch.randint(valid, (64,), device="cuda")
+    ours = combine(row_sums(logits, labels, 0, valid, temperature)[None])[0]
+    theirs = logits.clone()
+    rows = torch.arange(64, device="cuda", dtype=torch.int32)
+    apply_temperature(theirs[:, :valid], rows, torch.full((64,), temperature, device="cuda"))
+    assert torch.equal(ours, compute_token_logprobs(theirs[:, :valid], labels[:, None])[:, 0])

@@ -1,8 +1,9 @@
 """The Triton passes over the logits and what is built on them, against float64: values, gradients, shards, bits, NaN and Inf.
 
-Bounds, from FP32 arithmetic with unit 2^-24: a log-prob is off by its own rounding and that of its difference from the maximum, together
-2^-23 |logp|, and by the relative error of the total, at most a few units for each of the at most 10 steps of a lane: 4e-6; entropy
-likewise. A gradient is rounded to BF16, 2^-8 of itself, and where p is near 1 it has p's error, 4e-6 |dlogp| / temperature.
+Bounds, from FP32 arithmetic with unit 2^-24: a log-prob is off by its own rounding and that of its difference from the maximum,
+together 2^-23 |logp|, and by the relative error of the total, a few units for the sum of a block and one for each of the at most 5
+blocks: 4e-6; entropy likewise. A gradient is rounded to BF16, 2^-8 of itself, and where p is near 1 it has p's error, 4e-6 |dlogp| /
+temperature.
 """
 
 import math
@@ -63,7 +64,7 @@ def test_no_row():
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "equal"])
-def test_the_running_maximum_may_move_at_every_step_or_never(order):
+def test_the_maximum_may_be_in_any_block(order):
     line = torch.linspace(-30, 30, 5 * SUMS_BLOCK)
     logits = {"ascending": line, "descending": line.flip(0), "equal": torch.zeros_like(line)}[order][None].to(DEVICE)
     labels = torch.tensor([SUMS_BLOCK + 1], device=DEVICE)
@@ -84,10 +85,12 @@ def test_a_large_common_offset_costs_nothing(offset):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 0.7, 1.3])
-def test_the_temperature_divides_as_torch_divides(temperature):
+def test_the_temperature_divides_the_logits(temperature):
+    """On a GPU as vLLM's sampler divides, which rounds up to two units off; Triton's interpreter divides as torch does."""
     logits, labels = make(3, 1000, 1000, 8.0)
     divided = logits / torch.tensor(temperature, device=DEVICE)
-    assert torch.equal(row_sums(logits, labels, 0, 1000, temperature), row_sums(divided, labels, 0, 1000, 1.0))
+    got, want = row_sums(logits, labels, 0, 1000, temperature), row_sums(divided, labels, 0, 1000, 1.0)
+    assert torch.equal(got, want) if DEVICE == "cpu" else torch.allclose(got, want, rtol=1e-4, atol=0.0)
 
 
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows():

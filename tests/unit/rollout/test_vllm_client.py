@@ -57,6 +57,24 @@ def test_a_completion_whose_ids_and_logprobs_do_not_keep_step_is_no_result(broke
         parse_completion(broken)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (answer(reason="length"), r"cut a completion off after 2 of 3 tokens, behind a prompt of 4.*--max-model-len"),
+        (answer(reason="stop"), r"ended a completion with token 6, no stop token of \(7, 8\)"),
+    ],
+)
+def test_a_completion_that_ends_where_the_run_would_not_end_it_is_refused(monkeypatch, given, said):
+    """The route for token ids lets a request pass whose limit is beyond the server's context, and cuts it there."""
+    monkeypatch.setattr(EngineClient, "_call", lambda *_: given)
+    client, params = EngineClient(url="http://h:1", key=KEY, fields={}), SamplingParams(max_new_toks=3, stop_token_ids=(7, 8))
+    with pytest.raises(ValueError, match=said):
+        client.complete([1, 2, 3, 4], params, 0, 1.0)
+    for whole in (answer(ids=(5, 6, 9), logprobs=(-1.0,) * 3, reason="length"), answer(ids=(5, 8))):
+        given.update(whole)
+        assert client.complete([1], params, 0, 1.0) == parse_completion(whole)
+
+
 def test_every_sampling_field_is_set_so_that_no_model_directory_can_fill_it_in():
     body = EngineClient(url="http://h:1", key=KEY, fields={"watermarking": False})._body(
         [1, 2], SamplingParams(max_new_toks=7, temperature=0.6, stop_token_ids=(3, 4)), 99
@@ -66,7 +84,7 @@ def test_every_sampling_field_is_set_so_that_no_model_directory_can_fill_it_in()
     assert sent["max_tokens"] == 7 and sent["seed"] == 99 and sent["stop_token_ids"] == [3, 4]
     neutral = {"temperature": 0.6, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "n": 1}
     neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": True, "watermarking": False}
-    neutral |= {"logprobs": 0, "detokenize": False}
+    neutral |= {"logprobs": 0, "detokenize": False, "output_kind": 2}
     assert {k: sent[k] for k in neutral} == neutral
 
 
