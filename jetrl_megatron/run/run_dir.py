@@ -31,6 +31,8 @@ from jetrl_megatron.run.manifest import write_durably
 logger = logging.getLogger(__name__)
 _LOCK_WAIT_S = 3.0
 """A run that was just killed may take a moment to leave."""
+_BEFORE_THE_KEY = {"precision.wgrad_granularity": "groups"}
+"""Key -> what a run whose recipe.yaml is older than the key computed with, where that is not the default of now."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
             before = json.loads(run_dir.data.read_text())
         except ValueError as error:
             raise ValueError(f"{run_dir.data} is not JSON ({error}); put it back, or set another run.dir") from error
+        if not isinstance(before, dict):
+            raise ValueError(f"{run_dir.data} is not a JSON object ({type(before).__name__}); put it back, or set another run.dir")
         _refuse_other_tokenizer(run_dir.path, before.get("tokenizer"), tokenizer)
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
@@ -220,12 +224,13 @@ def _take_lock(path: Path) -> TextIO | None:
 
 def _refuse_other_recipe(path: Path, recipe: Recipe, resolved: Set[str]) -> None:
     """resolved: keys that are compared by what they stand for, so that a name may take the place of `auto`."""
-    differing = {key: pair for key, pair in differing_keys(load_recipe(path), recipe).items() if key not in resolved}
+    old_words = [f"{key}={value}" for key, value in _BEFORE_THE_KEY.items() if f"{key.rpartition('.')[2]}:" not in path.read_text()]
+    differing = {key: pair for key, pair in differing_keys(load_recipe(path, old_words), recipe).items() if key not in resolved}
     if differing:
         listed = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in differing.items())
         raise ValueError(
-            f"run.dir {path.parent} belongs to another recipe: {listed}. Set these back, or set another run.dir "
-            "(a run may change only how long it is and what it saves and logs)"
+            f"run.dir {path.parent} belongs to another recipe: {listed}. Set these back and name run.dir={path.parent}, or set another "
+            "run.dir (a run may change only how long it is and what it saves and logs)"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.config import Arm, AttentionKernel, Decay, Recipe, RunConfig
+from jetrl_megatron.config import Arm, AttentionKernel, Decay, Recipe, RunConfig, WgradGranularity
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.environment import chosen_variables, describe_environment
 from jetrl_megatron.run.run_dir import claim_data, differing_keys, open_run_dir
@@ -51,6 +51,22 @@ def test_another_recipe_is_refused_by_its_keys_and_nothing_is_written(recipe):
     ):
         open_run_dir(other, [])
     assert {p: p.read_bytes() for p in first.path.iterdir() if p.name != "run.lock"} == before
+
+
+def test_a_recipe_from_before_wgrad_granularity_was_a_key_is_one_of_groups(recipe):
+    """Its default is another by now: read with it, the run would go on with another dW in the middle of a curve."""
+    first = open_run_dir(recipe, [])
+    first.lock.close()
+    first.records.write_text('{"kind": "step", "step": 1}\n')
+    kept = [line for line in first.recipe.read_text().splitlines() if "wgrad_granularity" not in line]
+    first.recipe.write_text("\n".join(kept) + "\n")
+    wrong = rf"precision.wgrad_granularity was 'groups' and is now 'blocks'\. Set these back and name run.dir={first.path},"
+    with pytest.raises(ValueError, match=wrong):
+        open_run_dir(recipe, [])
+    groups = replace(recipe, precision=replace(recipe.precision, wgrad_granularity=WgradGranularity.groups))
+    for _ in range(2):  # the second time its recipe.yaml has the key
+        open_run_dir(groups, []).lock.close()
+    assert load_recipe(first.recipe) == groups
 
 
 def test_a_start_that_failed_its_checks_does_not_claim_the_directory(recipe):
@@ -188,6 +204,9 @@ def test_other_prompts_are_refused_once_something_came_of_the_first(recipe, key)
         claim_data(run_dir, other, {})
     run_dir.data.write_text("{")
     with pytest.raises(ValueError, match=r"data.json is not JSON"):
+        claim_data(run_dir, first, {})
+    run_dir.data.write_text("[]")
+    with pytest.raises(ValueError, match=r"data.json is not a JSON object \(list\); put it back"):
         claim_data(run_dir, first, {})
 
 
