@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -55,7 +55,7 @@ class RunDir:
 
     @property
     def data(self) -> Path:
-        """Number and fingerprint of the prompts that the run began with, and the SHA-256 of its tokenizer's files."""
+        """Number and fingerprint of the prompts that the run began with, the SHA-256 of its tokenizer's files, and its stop ids."""
         return self.path / "data.json"
 
     @property
@@ -132,12 +132,12 @@ def _open(path: Path, recipe: Recipe, argv: list[str], device: str, kernels: Map
     return run_dir
 
 
-def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenizer: Mapping[str, str]) -> None:
-    """Note which prompts and tokenizer the run began with, or compare with what was noted (rank 0).
+def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenizer: Mapping[str, str], stop_ids: Sequence[int]) -> None:
+    """Note which prompts and tokenizer the run began with and what ends its completions, or compare with what was noted (rank 0).
 
     prompts: `data.train` and `data.eval` -> number and fingerprint of the prompts, (0, "") where there are none. tokenizer: file ->
-    SHA-256, because prompts do not show what completions are decoded to. Raises ValueError when a start in this directory computed
-    something from others.
+    SHA-256, because prompts do not show what completions are decoded to. stop_ids: partly from files that are not the tokenizer's. Raises
+    ValueError when a start in this directory computed something from others.
     """
     now = {key: {"prompts": number, "fingerprint": mark} for key, (number, mark) in prompts.items()}
     if run_dir.data.exists() and _computed_something(run_dir):
@@ -148,6 +148,11 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
         if not isinstance(before, dict):
             raise ValueError(f"{run_dir.data} is not a JSON object ({type(before).__name__}); put it back, or set another run.dir")
         _refuse_other_tokenizer(run_dir.path, before.get("tokenizer"), tokenizer)
+        if before.get("stop_ids", list(stop_ids)) != list(stop_ids):
+            raise ValueError(
+                f"the eos_token_ids of run.dir {run_dir.path} were {before['stop_ids']} and are now {list(stop_ids)}. Set eos_token_id in "
+                "generation_config.json and config.json of the model back, or start anew with another run.dir"
+            )
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
@@ -155,7 +160,7 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
                 f"the prompts of run.dir {run_dir.path} have changed: {listed}. Restore the data and the tokenizer of that run, "
                 "or start anew with another run.dir"
             )
-    write_durably(run_dir.data, json.dumps({**now, "tokenizer": dict(tokenizer)}) + "\n")
+    write_durably(run_dir.data, json.dumps({**now, "tokenizer": dict(tokenizer), "stop_ids": list(stop_ids)}) + "\n")
 
 
 def _refuse_other_tokenizer(path: Path, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:

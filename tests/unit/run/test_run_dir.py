@@ -196,18 +196,18 @@ def test_other_prompts_are_refused_once_something_came_of_the_first(recipe, key)
     run_dir = open_run_dir(recipe, [])
     first = {"data.train": (91, "aa"), "data.eval": (9, "bb")}
     other = first | {key: (8, "cc")}
-    claim_data(run_dir, other, {})
-    claim_data(run_dir, first, {})  # nothing was computed yet: a start that failed leaves no claim
+    claim_data(run_dir, other, {}, (2,))
+    claim_data(run_dir, first, {}, (2,))  # nothing was computed yet: a start that failed leaves no claim
     run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, first, {})
+    claim_data(run_dir, first, {}, (2,))
     with pytest.raises(ValueError, match=rf"have changed: {key} was .* and is now \{{'prompts': 8, 'fingerprint': 'cc'\}}. Restore"):
-        claim_data(run_dir, other, {})
+        claim_data(run_dir, other, {}, (2,))
     run_dir.data.write_text("{")
     with pytest.raises(ValueError, match=r"data.json is not JSON"):
-        claim_data(run_dir, first, {})
+        claim_data(run_dir, first, {}, (2,))
     run_dir.data.write_text("[]")
     with pytest.raises(ValueError, match=r"data.json is not a JSON object \(list\); put it back"):
-        claim_data(run_dir, first, {})
+        claim_data(run_dir, first, {}, (2,))
 
 
 def test_another_tokenizer_is_refused_by_its_files_once_something_came_of_the_first(recipe):
@@ -216,19 +216,37 @@ def test_another_tokenizer_is_refused_by_its_files_once_something_came_of_the_fi
     prompts = {"data.train": (91, "aa")}
     first = {"tokenizer.json": "11", "vocab.json": "22", "special_tokens_map.json": "33"}
     other = {"tokenizer.json": "11", "vocab.json": "23", "added_tokens.json": "44"}
-    claim_data(run_dir, prompts, other)
-    claim_data(run_dir, prompts, first)  # nothing was computed yet
+    claim_data(run_dir, prompts, other, (2,))
+    claim_data(run_dir, prompts, first, (2,))  # nothing was computed yet
     run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, prompts, first)
+    claim_data(run_dir, prompts, first, (2,))
     noted = run_dir.data.read_bytes()
     wrong = r"has changed: added_tokens.json is new, special_tokens_map.json is missing, vocab.json is changed\. Restore .*another run.dir"
     with pytest.raises(ValueError, match=wrong):
-        claim_data(run_dir, prompts, other)
+        claim_data(run_dir, prompts, other, (2,))
     assert run_dir.data.read_bytes() == noted
     run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
-    claim_data(run_dir, prompts, other)  # a start that noted no tokenizer: this one is noted
+    claim_data(run_dir, prompts, other, (2,))  # a start that noted no tokenizer: this one is noted
     with pytest.raises(ValueError, match=r"tokenizer.json is missing"):
-        claim_data(run_dir, prompts, {"vocab.json": "23", "added_tokens.json": "44"})
+        claim_data(run_dir, prompts, {"vocab.json": "23", "added_tokens.json": "44"}, (2,))
+
+
+def test_other_stop_ids_are_refused_once_something_came_of_the_first(recipe):
+    """generation_config.json was edited under a run: its completions would end elsewhere in the middle of a curve."""
+    run_dir = open_run_dir(recipe, [])
+    prompts = {"data.train": (91, "aa")}
+    claim_data(run_dir, prompts, {}, (2, 7))
+    claim_data(run_dir, prompts, {}, (2,))  # nothing was computed yet
+    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
+    claim_data(run_dir, prompts, {}, (2,))
+    with pytest.raises(
+        ValueError, match=r"eos_token_ids of run.dir .* were \[2\] and are now \[2, 7\]\. Set eos_token_id in gen.*another run"
+    ):
+        claim_data(run_dir, prompts, {}, (2, 7))
+    run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
+    claim_data(run_dir, prompts, {}, (2, 7))  # a start that noted none: these are noted
+    with pytest.raises(ValueError, match=r"were \[2, 7\] and are now \[2\]"):
+        claim_data(run_dir, prompts, {}, (2,))
 
 
 HOLD = """
