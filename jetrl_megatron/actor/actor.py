@@ -84,6 +84,7 @@ class Actor:
 
     def start_optimizer(self, config: OptimConfig, total_steps: int) -> None:
         """Make a fresh optimizer whose masters are the BF16 parameters as they are now (run start, and after the warm start)."""
+        assert self._wrapped is not self.chunks, "an actor with trainable=False has no gradients: build it with trainable=True"
         with megatron_scope(self.device):
             self.optimizer = ActorOptimizer(config, self._wrapped, total_steps)
 

@@ -24,7 +24,7 @@ from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.colocated import settle_vllm
 from jetrl_megatron.loop.setup import Session
-from jetrl_megatron.run.local_launch import die_with_launcher, launch, under_launcher
+from jetrl_megatron.run.local_launch import launch, under_launcher
 
 Record = dict[str, Any]
 Measure = Callable[[Session, argparse.Namespace], Record]
@@ -60,6 +60,7 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
         return _worker(args, words, measure)
     if under_launcher(os.environ):
         raise ValueError(f"jetrl bench {name} starts its own processes; run it without torchrun")
+    write_json(args.json, [])
     asked = {"recipe": args.recipe, "words": " ".join(words), "model": args.model or ""}
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="jetrl-bench-") as folder:
@@ -81,9 +82,12 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
 
 
 def _worker_command(name: str, argv: Sequence[str], worker: str, drawn: list[str]) -> list[str]:
-    """Return the command of an arm's processes; an option stands behind `argv`, whose last one may take any number of words."""
+    """Return the command of an arm's processes, which say an error as `jetrl` does.
+
+    An option stands behind `argv`, whose last one may take any number of words.
+    """
     drawing = ["--random-weights", *drawn] if drawn else []
-    return [sys.executable, "-m", "jetrl_megatron.bench", name, *argv, "--worker", worker, *drawing]
+    return [sys.executable, "-m", "jetrl_megatron.cli", "bench", name, *argv, "--worker", worker, *drawing]
 
 
 def _model_without_weights(args: argparse.Namespace, words: list[str], out_dir: Path) -> list[str]:
@@ -115,7 +119,6 @@ def _model_without_weights(args: argparse.Namespace, words: list[str], out_dir: 
 
 
 def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int:
-    die_with_launcher()
     arm, _, out = args.worker.partition(":")
     recipe = load_recipe(args.recipe, [*words, f"precision.arm={arm}", f"run.dir={Path(out).with_suffix('')}"])
     with _session(recipe, args.random_weights) as session:

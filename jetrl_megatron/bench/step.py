@@ -12,7 +12,8 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from jetrl_megatron.actor.pipeline_step import PipelineStep
 from jetrl_megatron.actor.sides import FlowSides
 from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
 from jetrl_megatron.bench.timing import machine, positive, print_table, write_json
-from jetrl_megatron.config import Arm, Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
+from jetrl_megatron.config import Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from jetrl_megatron.contracts import TrainBatch
 from jetrl_megatron.fp8 import resolve_backend
 
@@ -202,14 +203,24 @@ def _by_kind(kernels: dict[str, float]) -> dict[str, float]:
 
 
 def _arms(names: list[str]) -> dict[str, PrecisionConfig]:
-    """Return the precision of each named arm: `bf16`, `jetrl`, or either with `+KEY=VALUE` behind it for keys of the precision section."""
+    """Return the precision of each named arm: `bf16`, `jetrl`, or either with `+KEY=VALUE` behind it for keys of the precision section.
+
+    Raises ValueError for an arm, a key or a value that there is not.
+    """
     arms = {}
     for name in names:
         base, *changes = name.split("+")
-        precision = PrecisionConfig(arm=Arm(base))
-        for change in changes:
+        precision = PrecisionConfig()
+        for change in [f"arm={base}", *changes]:
             key, _, value = change.partition("=")
-            precision = replace(precision, **{key: type(getattr(precision, key))(value)})
+            kind = type(getattr(precision, key, None))
+            if not issubclass(kind, Enum):
+                known = [field.name for field in fields(precision) if isinstance(getattr(precision, field.name), Enum)]
+                raise ValueError(f"--arms {name}: {key!r} is no key that can be changed here; there are {', '.join(known)}")
+            if value not in [member.value for member in kind]:
+                raise ValueError(f"--arms {name}: {key} is {value!r}; it must be one of {', '.join(member.value for member in kind)}")
+            changed: dict[str, Any] = {key: kind(value)}
+            precision = replace(precision, **changed)
         arms[name] = precision
     return arms
 
@@ -229,8 +240,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=groups, ..."
     )
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", default="", metavar="FILE")
     args = parser.parse_args(argv)
+    arms = _arms(args.arms)
+    write_json(args.json, [])
     args.layers = args.layers or MODELS[args.model].num_layers
     device = local_device()
     parallel = ParallelConfig(tp=args.tp, pp=args.pp, micro_batch_toks=args.tokens, recompute=Recompute(args.recompute))
@@ -246,13 +259,13 @@ def main(argv: list[str]) -> int:
     where = machine() if device.type == "cuda" else {"device": "cpu"}
     asked = {key: value for key, value in vars(args).items() if key != "json"}
     records: list[dict[str, object]] = []
-    for name, precision in _arms(args.arms).items():
+    for name, precision in arms.items():
         result = time_arm(case, precision, ranks, device)
         records.append({"bench": "step", "arm": name, **asked, **where, "ranks": ranks.world, "dp": ranks.dp, **result})
+        if ranks.is_logger:
+            write_json(args.json, records[-1:])  # at once: a later arm may fail
     if ranks.is_logger:
         _report(records)
-        if args.json:
-            write_json(args.json, records)
     dist.barrier()
     parallel_state.destroy()
     return 0

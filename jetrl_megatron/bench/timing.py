@@ -105,9 +105,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[dict[str, obj
 
 
 def write_json(path: str, records: Sequence[dict[str, object]]) -> None:
-    """Append one JSON object a line; nothing where `path` is empty."""
-    if path:
-        target = Path(path)
+    """Append one JSON object a line; nothing where `path` is empty. Call it without records before anything is measured.
+
+    Raises ValueError where the file cannot be written.
+    """
+    if not path:
+        return
+    target = Path(path)
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written ({error.strerror}: {error.filename}); name another file") from error

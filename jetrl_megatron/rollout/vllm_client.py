@@ -16,6 +16,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 from jetrl_megatron.contracts import FinishReason, SamplingParams
+from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
 
 GENERATE = "/inference/v1/generate"
 _FINAL_ONLY = 2
@@ -92,10 +93,10 @@ class EngineClient:
         return {"token_ids": list(prompt_ids), "sampling_params": sampling}
 
     def healthy(self, timeout_s: float = 20.0) -> bool:
-        """Ask whether the server and its engine live."""
+        """Ask whether the server and its engine live; one that refuses the question is somebody else's, and no server of the run."""
         try:
             self._call("GET", "/health", None, timeout_s)
-        except ServerGone:
+        except (ServerGone, ValueError):
             return False
         return True
 
@@ -146,7 +147,7 @@ class EngineClient:
         if response.status >= 500:
             raise ServerGone(f"{self.url}{path} answered {response.status}: {text[:300]!r}")
         if response.status != 200:
-            raise ValueError(f"{self.url}{path} answered {response.status}: {text[:300]!r}")
+            raise ValueError(f"{self.url}{path} answered {response.status}: {text[:300]!r}{_way_out(response.status, path)}")
         if not text:
             return {}
         try:
@@ -155,6 +156,16 @@ class EngineClient:
             raise ServerGone(f"{self.url}{path} answered something that is not JSON: {text[:100]!r}") from error
         assert isinstance(answer, dict), (path, type(answer))
         return answer
+
+
+def _way_out(status: int, path: str) -> str:
+    """Say what a server that somebody else started lacks, by what it refused; empty where the refusal says it."""
+    if status == 401:
+        return f"; the server has another key than {KEY_VARIABLE} holds here: start both with one"
+    if status == 404:
+        lacking = "--tokens-only" if path == GENERATE else "VLLM_SERVER_DEV_MODE=1 in its environment"
+        return f"; the server was started without this route: start it with {lacking}"
+    return ""
 
 
 def parse_completion(answer: Mapping[str, Any]) -> Drawn:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from subprocess import SubprocessError
 from typing import Any
 
 from jetrl_megatron.contracts import SamplingParams
@@ -196,7 +197,8 @@ class ServerPool:
                 member.admit(published)
             else:
                 member.become("blank")
-        except (ServerGone, RuntimeError) as error:
+        except (ServerGone, RuntimeError, ValueError, OSError, SubprocessError) as error:
+            # Also a refusal, a full disk, a process that does not end: a thread that ended here would leave a draw waiting for this server.
             with self._lock:
                 member.problem = str(error)
                 if not self._closed:

@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +31,8 @@ from jetrl_megatron.run.manifest import write_durably
 logger = logging.getLogger(__name__)
 _LOCK_WAIT_S = 3.0
 """A run that was just killed may take a moment to leave."""
+_BEFORE_THE_KEY = {"precision.wgrad_granularity": "groups"}
+"""Key -> what a run whose recipe.yaml is older than the key computed with, where that is not the default of now."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class RunDir:
 
     @property
     def data(self) -> Path:
-        """Number and fingerprint of the prompts that the run began with, and the SHA-256 of its tokenizer's files."""
+        """Number and fingerprint of the prompts that the run began with, the SHA-256 of its tokenizer's files, and its stop ids."""
         return self.path / "data.json"
 
     @property
@@ -130,12 +132,12 @@ def _open(path: Path, recipe: Recipe, argv: list[str], device: str, kernels: Map
     return run_dir
 
 
-def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenizer: Mapping[str, str]) -> None:
-    """Note which prompts and tokenizer the run began with, or compare with what was noted (rank 0).
+def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenizer: Mapping[str, str], stop_ids: Sequence[int]) -> None:
+    """Note which prompts and tokenizer the run began with and what ends its completions, or compare with what was noted (rank 0).
 
     prompts: `data.train` and `data.eval` -> number and fingerprint of the prompts, (0, "") where there are none. tokenizer: file ->
-    SHA-256, because prompts do not show what completions are decoded to. Raises ValueError when a start in this directory computed
-    something from others.
+    SHA-256, because prompts do not show what completions are decoded to. stop_ids: partly from files that are not the tokenizer's. Raises
+    ValueError when a start in this directory computed something from others.
     """
     now = {key: {"prompts": number, "fingerprint": mark} for key, (number, mark) in prompts.items()}
     if run_dir.data.exists() and _computed_something(run_dir):
@@ -143,7 +145,14 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
             before = json.loads(run_dir.data.read_text())
         except ValueError as error:
             raise ValueError(f"{run_dir.data} is not JSON ({error}); put it back, or set another run.dir") from error
+        if not isinstance(before, dict):
+            raise ValueError(f"{run_dir.data} is not a JSON object ({type(before).__name__}); put it back, or set another run.dir")
         _refuse_other_tokenizer(run_dir.path, before.get("tokenizer"), tokenizer)
+        if before.get("stop_ids", list(stop_ids)) != list(stop_ids):
+            raise ValueError(
+                f"the eos_token_ids of run.dir {run_dir.path} were {before['stop_ids']} and are now {list(stop_ids)}. Set eos_token_id in "
+                "generation_config.json and config.json of the model back, or start anew with another run.dir"
+            )
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
@@ -151,7 +160,7 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
                 f"the prompts of run.dir {run_dir.path} have changed: {listed}. Restore the data and the tokenizer of that run, "
                 "or start anew with another run.dir"
             )
-    write_durably(run_dir.data, json.dumps({**now, "tokenizer": dict(tokenizer)}) + "\n")
+    write_durably(run_dir.data, json.dumps({**now, "tokenizer": dict(tokenizer), "stop_ids": list(stop_ids)}) + "\n")
 
 
 def _refuse_other_tokenizer(path: Path, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
@@ -220,12 +229,13 @@ def _take_lock(path: Path) -> TextIO | None:
 
 def _refuse_other_recipe(path: Path, recipe: Recipe, resolved: Set[str]) -> None:
     """resolved: keys that are compared by what they stand for, so that a name may take the place of `auto`."""
-    differing = {key: pair for key, pair in differing_keys(load_recipe(path), recipe).items() if key not in resolved}
+    old_words = [f"{key}={value}" for key, value in _BEFORE_THE_KEY.items() if f"{key.rpartition('.')[2]}:" not in path.read_text()]
+    differing = {key: pair for key, pair in differing_keys(load_recipe(path, old_words), recipe).items() if key not in resolved}
     if differing:
         listed = "; ".join(f"{key} was {old!r} and is now {new!r}" for key, (old, new) in differing.items())
         raise ValueError(
-            f"run.dir {path.parent} belongs to another recipe: {listed}. Set these back, or set another run.dir "
-            "(a run may change only how long it is and what it saves and logs)"
+            f"run.dir {path.parent} belongs to another recipe: {listed}. Set these back and name run.dir={path.parent}, or set another "
+            "run.dir (a run may change only how long it is and what it saves and logs)"
         )
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,9 +55,9 @@ def test_a_worker_reads_the_command_that_it_was_started_with_whatever_the_last_o
     options = parser("sync", "")
     for argv in ([TINY, "--arms", "jetrl", "bf16"], [TINY, "parallel.tp=1", "--nproc", "1"]):
         command = _worker_command("sync", argv, "bf16:/tmp/bf16.json", ["model.path=/tmp/model"])
-        args, rest = options.parse_known_args(command[4:])
+        args, rest = options.parse_known_args(command[5:])
         assert args.worker == "bf16:/tmp/bf16.json" and args.random_weights and "model.path=/tmp/model" in [*args.overrides, *rest]
-    args, rest = options.parse_known_args(_worker_command("sync", [TINY], "bf16:/tmp/x", [])[4:])
+    args, rest = options.parse_known_args(_worker_command("sync", [TINY], "bf16:/tmp/x", [])[5:])
     assert not args.random_weights and not rest
 
 
@@ -92,3 +94,19 @@ def test_what_an_arm_measured_is_written_before_the_next_arm_starts(tmp_path, mo
     assert run_arms("sync", parser("sync", "text"), argv, lambda session, args: {}) == 3
     (record,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert started == ["jetrl", "bf16"] and (record["arm"], record["push_s"]) == ("jetrl", 0.5)
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_arms, "launch", lambda *args: pytest.fail("it was started"))
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "x.jsonl"
+    with pytest.raises(ValueError, match=rf"--json {out} cannot be written \(.*name another file"):
+        run_arms("sync", parser("sync", "text"), [TINY, "--json", str(out)], lambda session, args: {})
+
+
+def test_a_worker_says_what_a_user_got_wrong_without_a_traceback(tmp_path):
+    command = _worker_command("rollout", [TINY, "precision.backend=deepgemm", "parallel.tp=1"], f"jetrl:{tmp_path / 'x'}", [])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "jetrl (rank 0): precision.backend deepgemm cannot run on cpu" in done.stderr

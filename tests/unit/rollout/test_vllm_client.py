@@ -1,7 +1,10 @@
 """What the client asks for and what it accepts; what the door lets through; what a server's command line and environment hold."""
 
 import asyncio
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
@@ -102,6 +105,43 @@ def test_a_prefix_cache_that_was_not_reset_is_no_success(monkeypatch, given):
     given["success"] = True
     client.reset_prefix_cache()
     assert asked_for == [("POST", "/reset_prefix_cache")] * 2
+
+
+@contextmanager
+def answering(status, body):
+    """A client of a server that answers everything so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.do_GET()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield EngineClient(url=f"http://127.0.0.1:{server.server_port}", key=KEY, fields={})
+        server.shutdown()
+
+
+def test_a_server_that_somebody_else_started_is_told_what_it_lacks():
+    with answering(404, b'{"detail":"Not Found"}') as client:
+        with pytest.raises(ValueError, match=r"generate answered 404: .*Not Found.*without this route: start it with --tokens-only$"):
+            client.complete([1], SamplingParams(max_new_toks=1, temperature=1.0), 1, 5.0)
+        with pytest.raises(ValueError, match=r"collective_rpc answered 404: .*start it with VLLM_SERVER_DEV_MODE=1 in its environment$"):
+            client.rpc("jetrl_prepare", {}, 5.0)
+    with answering(401, b'{"error": "a key is needed"}') as client:
+        with pytest.raises(ValueError, match=rf"answered 401: .*another key than {KEY_VARIABLE} holds here: start both with one$"):
+            client.rpc("jetrl_prepare", {}, 5.0)
+        assert not client.healthy(), "whoever has the port is no server of the run"
+    with answering(400, b"too long") as client, pytest.raises(ValueError, match=r"answered 400: b'too long'$"):
+        client.complete([1], SamplingParams(max_new_toks=1, temperature=1.0), 1, 5.0)
 
 
 def test_request_seeds_depend_on_seed_prompt_and_sample_only():

@@ -1,8 +1,10 @@
 """The pool's states with servers made of Python: who serves, when the version moves, how a dead server comes back."""
 
+import re
 import threading
 import time
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
@@ -287,3 +289,19 @@ def test_a_server_found_by_its_url_is_loaded_and_verified_before_it_serves():
     pool = ServerPool([], [client], {}, LIMITS)
     pool.update(published(4), load)
     assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:3] == ["jetrl_prepare", "pause", "load"]
+
+
+@pytest.mark.parametrize("failure", [ValueError("answered 401"), OSError("no space left on device"), TimeoutExpired("guard", 30.0)])
+def test_a_server_that_cannot_be_restarted_for_whatever_reason_is_lost_and_no_draw_waits_for_it(pool, failure):
+    pool.update(published(0), load)
+
+    def start(directory, with_weights):
+        raise failure
+
+    for server in pool.servers:
+        server.start, server.client.alive = start, False
+    for number in (0, 1):
+        pool.gone(number, ServerGone("reset"))
+    wait_for(lambda: all(m.state == "lost" for m in pool._members))
+    with pytest.raises(RunFailure, match=re.escape(f"server 0: {failure}; server 1: {failure}")):
+        pool.ready()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_megatron.config import Arm, AttentionKernel, Decay, Recipe, RunConfig
+from jetrl_megatron.config import Arm, AttentionKernel, Decay, Recipe, RunConfig, WgradGranularity
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.environment import chosen_variables, describe_environment
 from jetrl_megatron.run.run_dir import claim_data, differing_keys, open_run_dir
@@ -51,6 +51,22 @@ def test_another_recipe_is_refused_by_its_keys_and_nothing_is_written(recipe):
     ):
         open_run_dir(other, [])
     assert {p: p.read_bytes() for p in first.path.iterdir() if p.name != "run.lock"} == before
+
+
+def test_a_recipe_from_before_wgrad_granularity_was_a_key_is_one_of_groups(recipe):
+    """Its default is another by now: read with it, the run would go on with another dW in the middle of a curve."""
+    first = open_run_dir(recipe, [])
+    first.lock.close()
+    first.records.write_text('{"kind": "step", "step": 1}\n')
+    kept = [line for line in first.recipe.read_text().splitlines() if "wgrad_granularity" not in line]
+    first.recipe.write_text("\n".join(kept) + "\n")
+    wrong = rf"precision.wgrad_granularity was 'groups' and is now 'blocks'\. Set these back and name run.dir={first.path},"
+    with pytest.raises(ValueError, match=wrong):
+        open_run_dir(recipe, [])
+    groups = replace(recipe, precision=replace(recipe.precision, wgrad_granularity=WgradGranularity.groups))
+    for _ in range(2):  # the second time its recipe.yaml has the key
+        open_run_dir(groups, []).lock.close()
+    assert load_recipe(first.recipe) == groups
 
 
 def test_a_start_that_failed_its_checks_does_not_claim_the_directory(recipe):
@@ -180,15 +196,18 @@ def test_other_prompts_are_refused_once_something_came_of_the_first(recipe, key)
     run_dir = open_run_dir(recipe, [])
     first = {"data.train": (91, "aa"), "data.eval": (9, "bb")}
     other = first | {key: (8, "cc")}
-    claim_data(run_dir, other, {})
-    claim_data(run_dir, first, {})  # nothing was computed yet: a start that failed leaves no claim
+    claim_data(run_dir, other, {}, (2,))
+    claim_data(run_dir, first, {}, (2,))  # nothing was computed yet: a start that failed leaves no claim
     run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, first, {})
+    claim_data(run_dir, first, {}, (2,))
     with pytest.raises(ValueError, match=rf"have changed: {key} was .* and is now \{{'prompts': 8, 'fingerprint': 'cc'\}}. Restore"):
-        claim_data(run_dir, other, {})
+        claim_data(run_dir, other, {}, (2,))
     run_dir.data.write_text("{")
     with pytest.raises(ValueError, match=r"data.json is not JSON"):
-        claim_data(run_dir, first, {})
+        claim_data(run_dir, first, {}, (2,))
+    run_dir.data.write_text("[]")
+    with pytest.raises(ValueError, match=r"data.json is not a JSON object \(list\); put it back"):
+        claim_data(run_dir, first, {}, (2,))
 
 
 def test_another_tokenizer_is_refused_by_its_files_once_something_came_of_the_first(recipe):
@@ -197,19 +216,37 @@ def test_another_tokenizer_is_refused_by_its_files_once_something_came_of_the_fi
     prompts = {"data.train": (91, "aa")}
     first = {"tokenizer.json": "11", "vocab.json": "22", "special_tokens_map.json": "33"}
     other = {"tokenizer.json": "11", "vocab.json": "23", "added_tokens.json": "44"}
-    claim_data(run_dir, prompts, other)
-    claim_data(run_dir, prompts, first)  # nothing was computed yet
+    claim_data(run_dir, prompts, other, (2,))
+    claim_data(run_dir, prompts, first, (2,))  # nothing was computed yet
     run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, prompts, first)
+    claim_data(run_dir, prompts, first, (2,))
     noted = run_dir.data.read_bytes()
     wrong = r"has changed: added_tokens.json is new, special_tokens_map.json is missing, vocab.json is changed\. Restore .*another run.dir"
     with pytest.raises(ValueError, match=wrong):
-        claim_data(run_dir, prompts, other)
+        claim_data(run_dir, prompts, other, (2,))
     assert run_dir.data.read_bytes() == noted
     run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
-    claim_data(run_dir, prompts, other)  # a start that noted no tokenizer: this one is noted
+    claim_data(run_dir, prompts, other, (2,))  # a start that noted no tokenizer: this one is noted
     with pytest.raises(ValueError, match=r"tokenizer.json is missing"):
-        claim_data(run_dir, prompts, {"vocab.json": "23", "added_tokens.json": "44"})
+        claim_data(run_dir, prompts, {"vocab.json": "23", "added_tokens.json": "44"}, (2,))
+
+
+def test_other_stop_ids_are_refused_once_something_came_of_the_first(recipe):
+    """generation_config.json was edited under a run: its completions would end elsewhere in the middle of a curve."""
+    run_dir = open_run_dir(recipe, [])
+    prompts = {"data.train": (91, "aa")}
+    claim_data(run_dir, prompts, {}, (2, 7))
+    claim_data(run_dir, prompts, {}, (2,))  # nothing was computed yet
+    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
+    claim_data(run_dir, prompts, {}, (2,))
+    with pytest.raises(
+        ValueError, match=r"eos_token_ids of run.dir .* were \[2\] and are now \[2, 7\]\. Set eos_token_id in gen.*another run"
+    ):
+        claim_data(run_dir, prompts, {}, (2, 7))
+    run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
+    claim_data(run_dir, prompts, {}, (2, 7))  # a start that noted none: these are noted
+    with pytest.raises(ValueError, match=r"were \[2, 7\] and are now \[2\]"):
+        claim_data(run_dir, prompts, {}, (2,))
 
 
 HOLD = """
