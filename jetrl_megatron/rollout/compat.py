@@ -70,6 +70,23 @@ def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
     }
 
 
+def unlike_numerics(model_config: Any, on_cuda: bool) -> list[str]:
+    """Name what an engine was started with instead of what `engine_numerics` asks for: of a server that somebody else has started.
+
+    model_config: of a worker. Looked at is what moves log-probs by far: their mode, the dtype and, on CUDA, that of the head. The rest shows
+    in the mismatch of every step.
+    """
+    wanted = engine_numerics(on_cuda, cuda_graphs=True)
+    pairs = [
+        ("--logprobs-mode", str(model_config.logprobs_mode), wanted["logprobs_mode"]),
+        ("--dtype", str(model_config.dtype).removeprefix("torch."), wanted["dtype"]),
+    ]
+    if on_cuda:
+        head = wanted["hf_overrides"]["head_dtype"]
+        pairs.append(("--hf-overrides head_dtype", str(model_config.head_dtype).removeprefix("torch."), head))
+    return [f"{option} is {found} and must be {asked}" for option, found, asked in pairs if found != asked]
+
+
 def sleep_arguments(on_cuda: bool) -> list[str]:
     """Return the words of a server's command line that make it release GPU memory when it sleeps; there are none on a CPU.
 

@@ -22,6 +22,7 @@ from jetrl_megatron.rollout.compat import (
     held_weight,
     prepare_device,
     refresh_tied_head,
+    unlike_numerics,
     worker_model,
     worker_tp_rank,
 )
@@ -36,10 +37,13 @@ class WeightReader:
     def jetrl_prepare(self) -> None:
         """Make the device ready for the first request; called once behind the start.
 
-        Raises RuntimeError where the engine does not run the actor's operators.
+        Raises RuntimeError where the engine does not run the actor's operators, or was started with other numerics.
         """
         if not registered():
             raise RuntimeError("vLLM did not load the plugin jetrl: is it missing in VLLM_PLUGINS?")
+        unlike = unlike_numerics(cast(Any, self).model_config, torch.cuda.is_available())
+        if unlike:
+            raise RuntimeError(f"the engine was started with other numerics than the run's: {'; '.join(unlike)}")
         self._jetrl_buffers = _buffers(worker_model(self))
         prepare_device()
 

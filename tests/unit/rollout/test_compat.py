@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from jetrl_megatron.rollout import compat
 from jetrl_megatron.rollout.vllm_plugin import SWITCH
@@ -32,3 +34,13 @@ def test_the_plugin_does_nothing_in_an_engine_of_somebody_else():
     environment = {k: v for k, v in os.environ.items() if k != SWITCH}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_an_engine_with_other_numerics_is_named_option_by_option(on_cuda):
+    like = SimpleNamespace(logprobs_mode="processed_logprobs", dtype=torch.bfloat16, head_dtype=torch.float32)
+    assert compat.unlike_numerics(like, on_cuda) == []
+    unlike = SimpleNamespace(logprobs_mode="raw_logprobs", dtype=torch.float16, head_dtype=torch.bfloat16)
+    named = ["--logprobs-mode is raw_logprobs and must be processed_logprobs", "--dtype is float16 and must be bfloat16"]
+    head = ["--hf-overrides head_dtype is bfloat16 and must be float32"] if on_cuda else []
+    assert compat.unlike_numerics(unlike, on_cuda) == named + head
