@@ -73,8 +73,8 @@ def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
 def unlike_numerics(model_config: Any, on_cuda: bool) -> list[str]:
     """Name what an engine was started with instead of what `engine_numerics` asks for: of a server that somebody else has started.
 
-    model_config: of a worker. Looked at is what moves log-probs by far: their mode, the dtype and, on CUDA, that of the head. The rest shows
-    in the mismatch of every step.
+    model_config: of a worker. Looked at is what moves log-probs by far: their mode, the dtype and, on CUDA, that of the head. The rest
+    shows in the mismatch of every step.
     """
     wanted = engine_numerics(on_cuda, cuda_graphs=True)
     pairs = [

@@ -8,7 +8,7 @@ from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
 from jetrl_megatron.sync.relay import Relay
-from tests.unit.rollout.test_vllm_pool import LIMITS, FakeClient, FakeServer, load, published, wait_for
+from tests.unit.rollout.fake_servers import LIMITS, FakeClient, FakeServer, load, published, wait_for
 
 WAKE = [
     "wake weights",
