@@ -5,6 +5,7 @@ Bytes counted are the fewest that the operation can move: inputs read once, code
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -129,10 +130,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", default="", metavar="FILE", help="append one object a line")
     args = parser.parse_args(argv)
     require_cuda("bench quant")
+    write_json(args.json, [])
     ceiling = copy_bandwidth()
     torch.manual_seed(0)
     rows_out: list[dict[str, object]] = []
     for shape in args.shape or DEFAULT_SHAPES:
+        measured = len(rows_out)
         rows, cols = map(int, shape.split("x"))
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
         for case in cases(x) + rival_cases(x):
@@ -144,7 +147,9 @@ def main(argv: list[str]) -> int:
                 {"kernel": case.name, "rows": rows, "cols": cols, "bytes equal": equal, "ms": timing.median_ms, "p10": timing.p10_ms}
                 | {"p90": timing.p90_ms, "TB/s": rate / 1e12, "of copy": rate / ceiling, "different": different, **asdict(timing)}
             )
+        here = {"bench": "quant", **machine(), "copy_TBps": ceiling / 1e12}
+        write_json(args.json, [{**here, **row} for row in rows_out[measured:]])
+        print(f"{shape} is done", file=sys.stderr, flush=True)
     print(machine(), f"copy {ceiling / 1e12:.3f} TB/s")
     print_table("Quantisers", COLUMNS, rows_out)
-    write_json(args.json, [{"bench": "quant", **machine(), "copy_TBps": ceiling / 1e12, **row} for row in rows_out])
     return 1 if any(row["different"] for row in rows_out) else 0

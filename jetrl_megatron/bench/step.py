@@ -10,6 +10,7 @@ import argparse
 import gc
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -260,6 +261,8 @@ def main(argv: list[str]) -> int:
     asked = {key: value for key, value in vars(args).items() if key != "json"}
     records: list[dict[str, object]] = []
     for name, precision in arms.items():
+        if ranks.is_logger:
+            print(f"arm {name}: {case.arch.num_layers} layers, {case.micro_batches} micro-batches on {device}", file=sys.stderr, flush=True)
         result = time_arm(case, precision, ranks, device)
         records.append({"bench": "step", "arm": name, **asked, **where, "ranks": ranks.world, "dp": ranks.dp, **result})
         if ranks.is_logger:

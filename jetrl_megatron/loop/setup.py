@@ -7,7 +7,7 @@ Order: whatever a user can have got wrong (layout, data, tokenizer, reward funct
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,7 +134,7 @@ def open_session(recipe: Recipe, argv: list[str], evaluate_only: bool = False) -
         warn_uncorrected(recipe)
         warn_embedded_engine(recipe, device.type == "cuda")
         prints = {key: (len(s.prompts), s.fingerprint) if s is not None else (0, "") for key, s in sets.items()}
-        claim_data(run_dir, prints, tokenizer_digests(tokenizer_dir), stop_ids)
+        claim_data(run_dir, prints, tokenizer_digests(tokenizer_dir), stop_ids, asdict(arch))
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Session(
         recipe=recipe,

@@ -173,10 +173,13 @@ def parse_completion(answer: Mapping[str, Any]) -> Drawn:
 
     Raises ServerGone where ids and log-probs do not keep step or the completion was aborted: never a completion that was patched up.
     """
-    choice = answer["choices"][0]
+    choices = answer.get("choices") or []
+    if len(choices) != 1:
+        raise ServerGone(f"the server answered with {len(choices)} completions: {str(answer)[:200]}")
+    choice = choices[0]
     ids, found = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
-    logprobs = [entry["logprob"] for entry in found if entry["logprob"] > _NO_LOGPROB]
-    named = [entry["token"] for entry in found]
+    logprobs = [v for entry in found if (v := entry.get("logprob")) is not None and v > _NO_LOGPROB]
+    named = [entry.get("token") for entry in found]
     reason = choice.get("finish_reason")
     if not ids or len(logprobs) != len(ids):
         raise ServerGone(f"the server gave {len(ids)} token ids and {len(logprobs)} log-probs (finish reason {reason!r})")

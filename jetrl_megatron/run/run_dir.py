@@ -132,12 +132,19 @@ def _open(path: Path, recipe: Recipe, argv: list[str], device: str, kernels: Map
     return run_dir
 
 
-def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenizer: Mapping[str, str], stop_ids: Sequence[int]) -> None:
-    """Note which prompts and tokenizer the run began with and what ends its completions, or compare with what was noted (rank 0).
+def claim_data(
+    run_dir: RunDir,
+    prompts: Mapping[str, tuple[int, str]],
+    tokenizer: Mapping[str, str],
+    stop_ids: Sequence[int],
+    architecture: Mapping[str, Any],
+) -> None:
+    """Note which prompts, tokenizer and model the run began with and what ends its completions, or compare with what was noted (rank 0).
 
     prompts: `data.train` and `data.eval` -> number and fingerprint of the prompts, (0, "") where there are none. tokenizer: file ->
-    SHA-256, because prompts do not show what completions are decoded to. stop_ids: partly from files that are not the tokenizer's. Raises
-    ValueError when a start in this directory computed something from others.
+    SHA-256, because prompts do not show what completions are decoded to. stop_ids: partly from files that are not the tokenizer's.
+    architecture: what config.json says of the model, because a checkpoint does not hold all of it. Raises ValueError when a start in this
+    directory computed something from others. What an older data.json does not hold is not compared.
     """
     now = {key: {"prompts": number, "fingerprint": mark} for key, (number, mark) in prompts.items()}
     if run_dir.data.exists() and _computed_something(run_dir):
@@ -153,6 +160,13 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
                 f"the eos_token_ids of run.dir {run_dir.path} were {before['stop_ids']} and are now {list(stop_ids)}. Set eos_token_id in "
                 "generation_config.json and config.json of the model back, or start anew with another run.dir"
             )
+        told = before.get("architecture", architecture)
+        other = [f"{key} was {told.get(key)} and is now {architecture[key]}" for key in architecture if told.get(key) != architecture[key]]
+        if other:
+            raise ValueError(
+                f"config.json of the model of run.dir {run_dir.path} has changed: {'; '.join(other)}. Set these back, or start anew with "
+                "another run.dir"
+            )
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is now {now[key]}" for key in changed)
@@ -160,7 +174,8 @@ def claim_data(run_dir: RunDir, prompts: Mapping[str, tuple[int, str]], tokenize
                 f"the prompts of run.dir {run_dir.path} have changed: {listed}. Restore the data and the tokenizer of that run, "
                 "or start anew with another run.dir"
             )
-    write_durably(run_dir.data, json.dumps({**now, "tokenizer": dict(tokenizer), "stop_ids": list(stop_ids)}) + "\n")
+    noted = {**now, "tokenizer": dict(tokenizer), "stop_ids": list(stop_ids), "architecture": dict(architecture)}
+    write_durably(run_dir.data, json.dumps(noted) + "\n")
 
 
 def _refuse_other_tokenizer(path: Path, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:

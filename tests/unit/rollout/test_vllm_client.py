@@ -52,7 +52,10 @@ def test_a_whole_completion_is_taken_as_it_is():
         answer(named=(6, 5)),
         answer(ids=(), logprobs=()),
         answer(reason="abort"),
+        answer(logprobs=(-0.5, None)),
         {"choices": [{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}]},
+        {"choices": []},
+        {"error": "something else"},
     ],
 )
 def test_a_completion_whose_ids_and_logprobs_do_not_keep_step_is_no_result(broken):

@@ -11,7 +11,9 @@ import pytest
 from jetrl_megatron.config import Arm, AttentionKernel, Decay, Recipe, RunConfig, WgradGranularity
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.run.environment import chosen_variables, describe_environment
-from jetrl_megatron.run.run_dir import claim_data, differing_keys, open_run_dir
+from jetrl_megatron.run.run_dir import differing_keys, open_run_dir
+
+MODEL = {"num_layers": 2, "rope_theta": 1e6, "rope_scaling": None}
 
 
 @pytest.fixture
@@ -189,64 +191,6 @@ def test_an_emptied_recipe_of_a_run_is_said(recipe):
     first.recipe.write_text("")
     with pytest.raises(ValueError, match=r"recipe.yaml is empty; .* put its content back, or remove that run directory"):
         open_run_dir(recipe, [])
-
-
-@pytest.mark.parametrize("key", ["data.train", "data.eval"])
-def test_other_prompts_are_refused_once_something_came_of_the_first(recipe, key):
-    run_dir = open_run_dir(recipe, [])
-    first = {"data.train": (91, "aa"), "data.eval": (9, "bb")}
-    other = first | {key: (8, "cc")}
-    claim_data(run_dir, other, {}, (2,))
-    claim_data(run_dir, first, {}, (2,))  # nothing was computed yet: a start that failed leaves no claim
-    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, first, {}, (2,))
-    with pytest.raises(ValueError, match=rf"have changed: {key} was .* and is now \{{'prompts': 8, 'fingerprint': 'cc'\}}. Restore"):
-        claim_data(run_dir, other, {}, (2,))
-    run_dir.data.write_text("{")
-    with pytest.raises(ValueError, match=r"data.json is not JSON"):
-        claim_data(run_dir, first, {}, (2,))
-    run_dir.data.write_text("[]")
-    with pytest.raises(ValueError, match=r"data.json is not a JSON object \(list\); put it back"):
-        claim_data(run_dir, first, {}, (2,))
-
-
-def test_another_tokenizer_is_refused_by_its_files_once_something_came_of_the_first(recipe):
-    """Prompts may have the same ids, and yet completions another text, and so another reward."""
-    run_dir = open_run_dir(recipe, [])
-    prompts = {"data.train": (91, "aa")}
-    first = {"tokenizer.json": "11", "vocab.json": "22", "special_tokens_map.json": "33"}
-    other = {"tokenizer.json": "11", "vocab.json": "23", "added_tokens.json": "44"}
-    claim_data(run_dir, prompts, other, (2,))
-    claim_data(run_dir, prompts, first, (2,))  # nothing was computed yet
-    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, prompts, first, (2,))
-    noted = run_dir.data.read_bytes()
-    wrong = r"has changed: added_tokens.json is new, special_tokens_map.json is missing, vocab.json is changed\. Restore .*another run.dir"
-    with pytest.raises(ValueError, match=wrong):
-        claim_data(run_dir, prompts, other, (2,))
-    assert run_dir.data.read_bytes() == noted
-    run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
-    claim_data(run_dir, prompts, other, (2,))  # a start that noted no tokenizer: this one is noted
-    with pytest.raises(ValueError, match=r"tokenizer.json is missing"):
-        claim_data(run_dir, prompts, {"vocab.json": "23", "added_tokens.json": "44"}, (2,))
-
-
-def test_other_stop_ids_are_refused_once_something_came_of_the_first(recipe):
-    """generation_config.json was edited under a run: its completions would end elsewhere in the middle of a curve."""
-    run_dir = open_run_dir(recipe, [])
-    prompts = {"data.train": (91, "aa")}
-    claim_data(run_dir, prompts, {}, (2, 7))
-    claim_data(run_dir, prompts, {}, (2,))  # nothing was computed yet
-    run_dir.records.write_text('{"kind": "eval", "step": 0}\n')
-    claim_data(run_dir, prompts, {}, (2,))
-    with pytest.raises(
-        ValueError, match=r"eos_token_ids of run.dir .* were \[2\] and are now \[2, 7\]\. Set eos_token_id in gen.*another run"
-    ):
-        claim_data(run_dir, prompts, {}, (2, 7))
-    run_dir.data.write_text(json.dumps({"data.train": {"prompts": 91, "fingerprint": "aa"}}))
-    claim_data(run_dir, prompts, {}, (2, 7))  # a start that noted none: these are noted
-    with pytest.raises(ValueError, match=r"were \[2, 7\] and are now \[2\]"):
-        claim_data(run_dir, prompts, {}, (2,))
 
 
 HOLD = """
