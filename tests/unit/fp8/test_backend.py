@@ -46,9 +46,10 @@ def test_precision_from_the_recipe():
     assert train.scale_format is ScaleFormat.fp32 and rollout.scale_format is ScaleFormat.ue8m0
     assert train.grad_dtype is torch.float8_e5m2 and train.saved_activation is SavedActivation.bf16
     assert (train.wgrad_granularity, train.x_t_block) == (WgradGranularity.blocks, (128, 128))
-    assert kernel_for("wgrad", (128, 256, 128), train, Backend.deepgemm) == "deep_gemm.fp8_gemm_nt.1d2d.bf16_then_fp32_add"
-    groups = GemmPrecision.from_config(PrecisionConfig(wgrad_granularity=WgradGranularity.groups), "train")
+    shape, groups = (128, 256, 128), GemmPrecision.from_config(PrecisionConfig(wgrad_granularity=WgradGranularity.groups), "train")
     assert (groups.wgrad_granularity, groups.x_t_block) == (WgradGranularity.groups, (1, 128))
+    assert kernel_for("wgrad", shape, groups, Backend.deepgemm) == "deep_gemm.fp8_gemm_nt.1d1d.fp32"
+    assert kernel_for("wgrad", shape, GemmPrecision(), Backend.deepgemm) == "deep_gemm.fp8_gemm_nt.1d2d.bf16_then_fp32_add"
     broken = PrecisionConfig(arm=Arm.fp8_rollout)
     train, rollout = (GemmPrecision.from_config(broken, side) for side in ("train", "rollout"))
     assert (train.linear, train.dgrad, train.wgrad, train.saved_activation) == (BF16, BF16, BF16, SavedActivation.bf16)
