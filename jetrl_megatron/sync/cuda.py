@@ -199,7 +199,10 @@ def _send_to_first(stream: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def beside(background: Callable[[], None], foreground: Callable[[], None]) -> None:
-    """Run both at the same time and raise what either raises, the background's first: it knows which server failed."""
+    """Run both at the same time. Raises what the background raised, which knows which server failed, where the foreground came to its end.
+
+    Raises what the foreground raised at once: a server may wait for bytes that do not come, until its own time is over.
+    """
     failures: list[BaseException] = []
 
     def run() -> None:
