@@ -23,8 +23,8 @@ forward and backward, for one launch more.
 Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one
 copy. Scales of 1x128 groups leave column-major with a leading stride rounded up to 4, zero-filled, as DeepGEMM reads them, on the CPU too;
 scales of 128x128 blocks row-major.
-Invariants: codes and scales of one gather are one launch; they travel as bytes, since not every backend has float8 and one launch takes one
-dtype; on CUDA nothing waits on the host; a started gather holds its tensors until it is waited for.
+Invariants: codes and scales of one gather are one launch; both travel as 32-bit words, since not every backend has float8 and a GPU copies
+single bytes slowly; on CUDA nothing waits on the host; a started gather holds its tensors until it is waited for.
 Left out: which linears have a cut X (actor/linears.py), when gathers start and end, and the gradient's way back (exchange.py).
 
 Legend: R rows, C columns of codes; T tokens, K input features of the whole X.
@@ -34,16 +34,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-
-# Underscored, but Megatron-core 0.16 imports it too: a torch without it could not run the rest of the actor either.
-from torch.distributed import _coalescing_manager
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from jetrl_megatron.config import LinearPrecision, SavedActivation
 from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
+
+WORD = torch.float32
+"""What four codes travel as: the dtype of the scales, so that one launch takes both; no value is computed with."""
 
 
 def exact_in_fp8(part: Sequence[int], axis: int, precision: GemmPrecision, *, for_wgrad: bool) -> bool:
@@ -77,19 +77,19 @@ def start_gather_blocks(x: BlockScaled, axis: int, group: Any) -> Callable[[], B
 def _start(x: BlockScaled, axis: int, group: Any, *, async_ops: bool) -> Callable[[], BlockScaled]:
     """Send this rank's codes and scales in one launch; what returns waits for the others' and puts all of them together."""
     assert x.shape[axis] % x.block[axis] == 0, f"{x.shape} in blocks {x.block} ends inside a block along axis {axis}"
+    assert x.shape[1] % 4 == 0, f"rows of {x.shape[1]} codes are no whole number of words"
     by_column, size = x.block == ROW_BLOCK, group.size()
-    parts = [x.data.contiguous(), (x.scale.t() if by_column else x.scale).contiguous()]
-    codes, scales = (part.new_empty((size * part.shape[0], part.shape[1])) for part in parts)
-    with _coalescing_manager(group, async_ops=async_ops) as work:
-        for whole, part in zip((codes, scales), parts, strict=True):
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(part), group=group)
+    parts = [_words(x.data), (x.scale.t() if by_column else x.scale).contiguous()]
+    wholes = [part.new_empty((size * part.shape[0], part.shape[1])) for part in parts]
+    options = AllgatherOptions()
+    options.asyncOp = async_ops
+    work = group.allgather_into_tensor_coalesced(wholes, parts, options)
 
     def wait() -> BlockScaled:
         work.wait()
         parts.clear()  # held until here: the collective reads them
-        # Eight codes at a time: a copy of single bytes is slow on a GPU.
-        wide = codes.view(torch.int64) if axis == 1 and codes.numel() else codes
-        data = _joined(wide, axis, size).view(x.data.dtype)
+        codes, scales = wholes
+        data = _joined(codes, axis, size).view(x.data.dtype)
         scale = _joined(scales, 1 - axis if by_column else axis, size)
         if by_column:
             rows = scale.shape[1]
@@ -99,9 +99,11 @@ def _start(x: BlockScaled, axis: int, group: Any, *, async_ops: bool) -> Callabl
     return wait
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as its bytes, a view; flat first, since a contiguous matrix of one row or none may have any strides."""
-    return x.view(-1).view(torch.uint8)
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [R, C] as words [R, C / 4]; by way of a vector where one row or none, contiguous with any strides, has others than a matrix."""
+    rows, cols = codes.shape
+    codes = codes.contiguous()
+    return codes.view(WORD) if codes.stride(0) == cols else codes.view(-1).view(WORD).view(rows, cols // 4)
 
 
 def _joined(parts: torch.Tensor, axis: int, size: int) -> torch.Tensor:

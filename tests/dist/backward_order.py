@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from jetrl_megatron.fp8 import gather, linear, linear_bf16
+from jetrl_megatron.fp8 import linear, linear_bf16
 from jetrl_megatron.fp8.backend import ReferenceKernels
 
 NAMES = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce-scatter", "all_reduce": "all-reduce"}
@@ -44,7 +44,8 @@ class Order:
 
             for name, shown in NAMES.items():
                 patch(dist, name, self._collective(shown, getattr(dist, name)))
-            patch(gather, "_coalescing_manager", self._coalesced(gather._coalescing_manager))
+            name = "allgather_into_tensor_coalesced"
+            patch(dist.ProcessGroup, name, self._fp8_gather(getattr(dist.ProcessGroup, name)))
             for name in ("dgrad", "wgrad"):
                 patch(ReferenceKernels, name, staticmethod(self._gemm(name, getattr(ReferenceKernels, name))))
             for module in (linear_bf16, linear):
@@ -71,12 +72,12 @@ class Order:
 
         return call
 
-    def _coalesced(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        @contextmanager
-        def manager(group: Any, *, async_ops: bool) -> Iterator[Any]:
-            with real(group, async_ops=async_ops) as work:
-                yield _Work(self.events, "gather", work) if async_ops else work
-            if async_ops:
-                self.events.append("start gather")
+    def _fp8_gather(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, outputs: Any, parts: Any, options: Any) -> Any:
+            work = real(group, outputs, parts, options)
+            if not options.asyncOp:
+                return work
+            self.events.append("start gather")
+            return _Work(self.events, "gather", work)
 
-        return manager
+        return call

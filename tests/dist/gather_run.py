@@ -56,15 +56,16 @@ class Wire:
 
             return call
 
-        def launched(*args: Any, **kwargs: Any) -> Any:
+        def launched(group: Any, outputs: list[torch.Tensor], parts: list[torch.Tensor], options: Any) -> Any:
             self.launches += 1
-            return real_launch(*args, **kwargs)
+            self.sent += [(str(part.dtype).removeprefix("torch."), part.numel() * part.element_size()) for part in parts]
+            return real_launch(group, outputs, parts, options)
 
-        real_launch = gather._coalescing_manager
+        real_launch = dist.ProcessGroup.allgather_into_tensor_coalesced
         with (
             mock.patch.object(dist, "all_gather_into_tensor", gathered(dist.all_gather_into_tensor)),
             mock.patch.object(mappings, "dist_all_gather_func", gathered(mappings.dist_all_gather_func)),
-            mock.patch.object(gather, "_coalescing_manager", launched),
+            mock.patch.object(dist.ProcessGroup, "allgather_into_tensor_coalesced", launched),
         ):
             yield
 

@@ -123,9 +123,9 @@ def test_collectives_start_before_the_gemm_they_run_beside_and_are_waited_for_be
 
 
 def fp8(rows: int, cols: int, *, t_block: bool = False) -> list[tuple[str, int]]:
-    """What is sent of a part [rows, cols]: codes, then scales of 1x128 groups or of 128x128 blocks."""
+    """What is sent of a part [rows, cols]: codes in words, then scales of 1x128 groups or of 128x128 blocks."""
     scales = rows // 128 * cols // 128 if t_block else rows * cols // 128
-    return [("uint8", rows * cols), ("uint8", 4 * scales)]
+    return [("float32", rows * cols), ("float32", 4 * scales)]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_requantised_copies_that_wgrad_reads_in_bf16_are_gathered_by_rows_again(
 
 def test_ragged_tokens_with_gradients_are_padded_along_k_and_gathered_in_bf16_along_tokens(found: Found) -> None:
     result = found.by_rank[0][f"ragged/default/{RAGGED}/o/grad"]
-    assert result["sent"] == fp8(RAGGED, HEADS_WIDTH // 2) + fp8(HEADS_WIDTH // 2, 256)
+    assert result["sent"] == fp8(RAGGED, HEADS_WIDTH // 2) + fp8(HEADS_WIDTH // 2, 256, t_block=True)
     result = found.by_rank[0][f"ragged/default/{RAGGED}/qkv/grad"]
     assert (result["sent"], result["launches"]) == ([("bfloat16", 2 * RAGGED // 2 * HIDDEN)], 0)
 
