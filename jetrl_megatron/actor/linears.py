@@ -2,8 +2,9 @@
 
 Enters: activations [T or T/TP, 1, K] BF16. Leaves: [T or T/TP, 1, N/TP or N] BF16. The GEMMs and their quantisation are
 `jetrl_megatron.fp8`'s; this file says what tensor- and sequence-parallel ranks exchange around them. X on its way in and dX on its way back
-belong to the linear's own autograd function (fp8/exchange.py), which runs them beside the backward's GEMMs. The output's way out, and its
-gradient's way in, which no GEMM of the layer could run beside, are Megatron's autograd mappings.
+belong to the linear's own autograd function (fp8/exchange.py), which runs them beside the backward's GEMMs. No GEMM of the layer could run
+beside the output's way out and its gradient's way in: an autograd function in exchange.py where columns are traded for tokens, else
+Megatron's mappings.
 
 Each linear has two sides, `train` and `rollout`, with a precision each and, where it is FP8, a weight cache that holds the bytes quantised
 once a step. In the `jetrl` arm both sides are the same object. Which side runs is set on the whole model (`sides.py`), never guessed.
@@ -38,7 +39,7 @@ from torch.nn import Module, Parameter
 
 from jetrl_megatron.config import Backend, LinearPrecision, RowParallel
 from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
-from jetrl_megatron.fp8.exchange import LOCAL, InputExchange
+from jetrl_megatron.fp8.exchange import LOCAL, InputExchange, columns_for_tokens
 from jetrl_megatron.fp8.gather import exact_in_fp8
 from jetrl_megatron.fp8.precision import Side
 
@@ -193,7 +194,7 @@ class FlowRowParallelLinear(FlowLinear, Module):
         if self.row_parallel is RowParallel.k_complete:
             # Every rank has all tokens of its output columns: trade columns for tokens, or gather the columns.
             if self.sequence_parallel:
-                return mappings.all_to_all_hp2sp(y, group=self.tp_group).unsqueeze(1), None
+                return columns_for_tokens(y.squeeze(1), self.tp_group).unsqueeze(1), None
             return mappings.gather_from_tensor_model_parallel_region(y, group=self.tp_group), None
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group), None

@@ -1,4 +1,5 @@
-"""What tensor-parallel ranks exchange around one linear: X on its way in, dX on its way back, beside the GEMMs of the backward.
+"""What tensor-parallel ranks exchange around one linear: X on its way in, dX on its way back, beside the GEMMs of the backward; columns
+of Y for tokens.
 
 Enters: this rank's part of X, quantised or BF16, and in the backward its dX of the whole X. Leaves: the whole X, this rank's part of dX.
 Equation: with X cut along an axis, X = [X_0 .. X_size-1] and dX_r = part r of sum_s dX_s; where every rank holds all of X, dX = sum_s dX_s.
@@ -10,7 +11,8 @@ returns a function that waits and gives the result. The order that every linear 
 Invariants: sums are BF16, one collective each, so their bits are those of the same collective waited for at once; on CUDA waiting holds up
 the current stream and never the host; a started collective holds its tensors until it is waited for; every rank starts the same collectives
 in the same order.
-Left out: which linear exchanges what (actor/linears.py), how codes and scales travel (gather.py), the gradient behind a linear's output.
+Copies move BF16 as 64-bit words: torch's kernels take one element a thread, and are several times slower with elements of two bytes.
+Left out: which linear exchanges what (actor/linears.py), how codes and scales travel (gather.py).
 
 Legend: T tokens, K input features of the whole X.
 """
@@ -83,7 +85,7 @@ class InputExchange:
         else:
             size = self.group.size()
             if self.axis == 1:
-                summands = [torch.cat(dx_TK.chunk(size, dim=1))]
+                summands = [_columns_apart(dx_TK, size)]
             rows, cols = summands[0].shape
             total = dx_TK.new_empty((rows // size, cols))
             work = dist.reduce_scatter_tensor(total, summands[0], group=self.group, async_op=True)
@@ -105,10 +107,53 @@ class InputExchange:
             if work is not None:
                 work.wait()
             parts.clear()  # held until here: the collective reads them
-            return whole if axis == 0 else torch.cat(whole.chunk(size), dim=1)
+            return whole if axis == 0 else _side_by_side(whole, size)
 
         return wait
 
 
 LOCAL = InputExchange(axis=None, group=None)
 """Nothing is exchanged: every rank has its own X, or there is one rank."""
+
+
+def columns_for_tokens(y_TN: torch.Tensor, group: Any) -> torch.Tensor:
+    """Trade columns for tokens: a rank with all tokens of its columns, [T, N/size] BF16, gets all columns of its tokens, [T/size, N].
+
+    group: the tensor-parallel group; T is a multiple of its size. The gradient goes the way back.
+    """
+    traded: torch.Tensor = _ColumnsForTokens.apply(y_TN, group)
+    return traded
+
+
+class _ColumnsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_TN: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _side_by_side(_all_to_all(y_TN.contiguous(), group), group.size())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(_columns_apart(grads[0], ctx.group.size()), ctx.group), None
+
+
+def _all_to_all(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Part r of the rows to rank r; the parts of all ranks, in rank order."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def _side_by_side(parts: torch.Tensor, size: int) -> torch.Tensor:
+    """[size * R, C] -> [R, size * C]."""
+    return torch.cat(_in_words(parts, 1).chunk(size), dim=1).view(parts.dtype)
+
+
+def _columns_apart(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[R, size * C] -> [size * R, C]."""
+    return torch.cat(_in_words(x, size).chunk(size, dim=1)).view(x.dtype)
+
+
+def _in_words(x: torch.Tensor, size: int) -> torch.Tensor:
+    """A BF16 matrix as 64-bit words, a view, where `size` parts of each row are whole words in memory; else x itself."""
+    whole = x.stride(1) == 1 and x.shape[1] % (4 * size) == 0 and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
+    return x.view(torch.int64) if whole and x.dtype is torch.bfloat16 else x
