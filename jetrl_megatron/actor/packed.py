@@ -81,16 +81,17 @@ def packed_context(lengths: list[int], total: int, device: torch.device) -> tupl
     for length in lengths:
         starts.append(starts[-1] + length)
     assert starts[-1] <= total, (starts[-1], total)
-    positions = torch.zeros(total, dtype=torch.int64)
+    pinned = device.type == "cuda"  # from pageable memory a copy would wait for all that the device has to do
+    positions = torch.zeros(total, dtype=torch.int64, pin_memory=pinned)
     for start, length in zip(starts, lengths, strict=False):
         positions[start : start + length] = torch.arange(length)
-    positions = positions.to(device)
+    positions = positions.to(device, non_blocking=True)
     segments = tuple((s, s + n) for s, n in zip(starts, lengths, strict=False))
     bounds = [*starts, total] if starts[-1] < total else starts
     context = PackedContext(
         positions_T=positions,
         segments=segments,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32).to(device),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True),
         num_positions=max([1, total - starts[-1], *lengths]),
     )
     return context, positions

@@ -94,6 +94,17 @@ def test_the_backward_by_segment_does_not_wait_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_micro_batch_is_laid_out_without_waiting_for_the_device():
+    torch.zeros(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        context, positions = packed_context(list(LENGTHS), 600, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    on_cpu, expected = packed_context(list(LENGTHS), 600, torch.device("cpu"))
+    assert torch.equal(positions.cpu(), expected) and torch.equal(context.cu_seqlens.cpu(), on_cpu.cu_seqlens)
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.value)
 def test_a_segments_rows_do_not_depend_on_the_others(kernel):
     q, k, v, _ = (x.cuda() for x in operands(8, 2, 128))

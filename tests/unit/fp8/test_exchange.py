@@ -1,4 +1,4 @@
-"""How matrices are put together from parts and cut into them for the exchange; exchanges themselves take several processes (tests/dist/)."""
+"""How matrices are put together from parts and cut into them; the exchange itself takes several processes (tests/dist/)."""
 
 import pytest
 import torch
