@@ -16,7 +16,7 @@ from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, ScaleFor
 from jetrl_megatron.fp8 import gemm_reference
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.precision import GemmPrecision
-from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, quantize, quantize_dual, quantize_weight, requantize_transposed
+from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WeightBuffers, quantize, quantize_dual, quantize_weight, requantize_transposed
 from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward, swiglu_backward_dual
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
@@ -37,8 +37,8 @@ class Kernels(Protocol):
         """See `quantize.requantize_transposed`."""
 
     def quantize_weight(
-        self, w: torch.Tensor, *, scale_format: ScaleFormat, with_transpose: bool
-    ) -> tuple[BlockScaled, BlockScaled | None]:
+        self, w: torch.Tensor, *, scale_format: ScaleFormat, with_transpose: bool, out: WeightBuffers | None = None
+    ) -> WeightBuffers:
         """See `quantize.quantize_weight`."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

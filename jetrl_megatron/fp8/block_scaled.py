@@ -88,6 +88,14 @@ class BlockScaled:
         codes = self.data.view(torch.uint8).t().contiguous().view(self.data.dtype)
         return BlockScaled(codes, self.scale.t().contiguous(), (self.block[1], self.block[0]))
 
+    def copy_(self, source: "BlockScaled") -> "BlockScaled":
+        """Overwrite codes and scales in place with those of a matrix of the same shape, block and dtype; returns self."""
+        same = self.shape == source.shape and self.block == source.block and self.data.dtype is source.data.dtype
+        assert same, (self.shape, self.block, self.data.dtype, source.shape, source.block, source.data.dtype)
+        self.data.view(torch.uint8).copy_(source.data.view(torch.uint8))
+        self.scale.copy_(source.scale)
+        return self
+
     def same_bytes(self, other: "BlockScaled") -> bool:
         """Whether dtype, block, shape, every code and every scale are bit-equal (NaN equals the same NaN); strides may differ."""
         if self.data.dtype is not other.data.dtype or self.block != other.block or self.shape != other.shape:

@@ -25,6 +25,8 @@ ROW_BLOCK = (1, GROUP)
 """Activations and gradients."""
 WEIGHT_BLOCK = (GROUP, GROUP)
 """Weights."""
+WeightBuffers = tuple[BlockScaled, BlockScaled | None]
+"""A weight's codes as fprop reads them, and transposed as dgrad does or None."""
 NAN_CODE = 0x7F
 """The NaN of both FP8 formats that we write."""
 
@@ -95,11 +97,17 @@ def quantize_dual(
 
 
 def quantize_weight(
-    w: torch.Tensor, *, scale_format: ScaleFormat = ScaleFormat.fp32, with_transpose: bool = True
-) -> tuple[BlockScaled, BlockScaled | None]:
-    """w [N, K] in 128x128 blocks, and the byte transpose of that [K, N], or None where it is not wanted."""
+    w: torch.Tensor, *, scale_format: ScaleFormat = ScaleFormat.fp32, with_transpose: bool = True, out: WeightBuffers | None = None
+) -> WeightBuffers:
+    """w [N, K] in 128x128 blocks, and the byte transpose of that [K, N], or None where it is not wanted.
+
+    out: what a former call with the same shape and `with_transpose` returned, to be overwritten and returned.
+    """
     codes = quantize(w, WEIGHT_BLOCK, scale_format=scale_format)
-    return codes, codes.transpose() if with_transpose else None
+    codes_t = codes.transpose() if with_transpose else None
+    if out is None:
+        return codes, codes_t
+    return out[0].copy_(codes), None if codes_t is None or out[1] is None else out[1].copy_(codes_t)
 
 
 def requantize_transposed(

@@ -13,7 +13,7 @@ import torch
 
 from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows, num_blocks
-from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, check_input
+from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, WeightBuffers, check_input
 from jetrl_megatron.fp8.triton_cast import cast_format, contiguous_rows
 from jetrl_megatron.fp8.triton_kernels import row_kernel, tile_kernel, transpose_kernel
 from jetrl_megatron.fp8.triton_source import FP8, PLAIN, SWIGLU_GRAD, Source
@@ -55,15 +55,20 @@ def quantize_dual(
 
 
 def quantize_weight(
-    w: torch.Tensor, *, scale_format: ScaleFormat = ScaleFormat.fp32, with_transpose: bool = True
-) -> tuple[BlockScaled, BlockScaled | None]:
-    """`quantize.quantize_weight`, in one read of w where its rows are a multiple of 128."""
+    w: torch.Tensor, *, scale_format: ScaleFormat = ScaleFormat.fp32, with_transpose: bool = True, out: WeightBuffers | None = None
+) -> WeightBuffers:
+    """`quantize.quantize_weight`, in one read of w where its rows are a multiple of 128; nothing is allocated then with `out`."""
     source = _plain(w, E4M3)
     whole = w.shape[0] % GROUP == 0
     t_mode = BLOCKED if with_transpose and whole else NONE
-    codes, codes_t = quantize_tiles(source, BLOCKED, t_mode, dtype=E4M3, scale_format=scale_format)
+    into, into_t = out or (None, None)
+    codes, codes_t = quantize_tiles(source, BLOCKED, t_mode, dtype=E4M3, scale_format=scale_format, row_out=into, t_out=into_t)
     assert codes is not None
-    return codes, transpose(codes) if with_transpose and not whole else codes_t
+    if with_transpose and not whole:
+        codes_t = transpose(codes)
+        if into_t is not None:
+            codes_t = into_t.copy_(codes_t)
+    return codes, codes_t
 
 
 def requantize_transposed(
@@ -109,12 +114,22 @@ def quantize_rows(source: Source, *, dtype: torch.dtype, scale_format: ScaleForm
 
 
 def quantize_tiles(
-    source: Source, row_mode: int, t_mode: int, *, dtype: torch.dtype, scale_format: ScaleFormat
+    source: Source,
+    row_mode: int,
+    t_mode: int,
+    *,
+    dtype: torch.dtype,
+    scale_format: ScaleFormat,
+    row_out: BlockScaled | None = None,
+    t_out: BlockScaled | None = None,
 ) -> tuple[BlockScaled | None, BlockScaled | None]:
-    """(the source scaled as `row_mode`, its transpose, padded, scaled as `t_mode`), None where the mode is NONE."""
+    """(the source scaled as `row_mode`, its transpose, padded, scaled as `t_mode`), None where the mode is NONE.
+
+    row_out, t_out: what a former call with the same modes and shape returned, to be overwritten.
+    """
     rows, cols = source.x.shape[0], source.cols
-    row_out = _empty(row_mode, rows, cols, dtype, source.x.device)
-    t_out = _empty(t_mode, cols, num_blocks(rows, GROUP) * GROUP, dtype, source.x.device)
+    row_out = _buffer(row_out, row_mode, rows, cols, dtype, source.x.device)
+    t_out = _buffer(t_out, t_mode, cols, num_blocks(rows, GROUP) * GROUP, dtype, source.x.device)
     if rows and cols:
         row_, t_ = row_out or t_out, t_out or row_out
         assert row_ is not None and t_ is not None, (row_mode, t_mode)
@@ -149,9 +164,14 @@ def empty_grouped(rows: int, cols: int, dtype: torch.dtype, device: torch.device
     return BlockScaled(torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=device), scale, ROW_BLOCK)
 
 
-def _empty(mode: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> BlockScaled | None:
+def _buffer(old: BlockScaled | None, mode: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> BlockScaled | None:
+    """`old`, counted as changed, or unwritten codes [rows, cols] and scales; None for the mode NONE."""
     if mode == NONE:
         return None
+    if old is not None:
+        assert (old.shape, old.block, old.data.dtype) == ((rows, cols), (ROW_BLOCK, WEIGHT_BLOCK)[mode == BLOCKED], dtype), old.shape
+        torch.autograd.graph.increment_version((old.data, old.scale))  # a kernel's writes are not seen
+        return old
     if mode == GROUPED:
         return empty_grouped(rows, cols, dtype, device)
     grid = num_blocks(rows, GROUP), num_blocks(cols, GROUP)

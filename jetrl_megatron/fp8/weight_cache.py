@@ -89,16 +89,12 @@ class WeightCache:
         """Quantise every registered parameter once, into the same buffers as before; returns the new version."""
         for entry in self._entries.values():
             source = entry.param if entry.row_order is None else entry.param.index_select(0, entry.row_order)
-            fresh, fresh_t = self._kernels.quantize_weight(
-                source.detach(), scale_format=self.scale_format, with_transpose=self.keep_transposed
+            before = None if entry.cached is None else (entry.cached.w, entry.cached.w_t)
+            entry.cached = QuantizedWeight(
+                *self._kernels.quantize_weight(
+                    source.detach(), scale_format=self.scale_format, with_transpose=self.keep_transposed, out=before
+                )
             )
-            if entry.cached is None:
-                entry.cached = QuantizedWeight(fresh, fresh_t)
-            else:
-                _copy_bytes(entry.cached.w, fresh)
-                if fresh_t is not None:
-                    assert entry.cached.w_t is not None, "keep_transposed never changes"
-                    _copy_bytes(entry.cached.w_t, fresh_t)
             entry.seen = entry.fingerprint()
         self.version += 1
         return self.version
@@ -135,10 +131,3 @@ def digest_of(weights: Iterable[BlockScaled]) -> str:
         sha.update(w.data.view(torch.uint8).contiguous().cpu().numpy().tobytes())
         sha.update(w.scale.contiguous().cpu().numpy().tobytes())
     return sha.hexdigest()
-
-
-def _copy_bytes(target: BlockScaled, source: BlockScaled) -> None:
-    """Overwrite codes and scales in place, through views that keep torch's version counter going."""
-    assert target.shape == source.shape and target.block == source.block, (target.shape, source.shape)
-    target.data.view(torch.uint8).copy_(source.data.view(torch.uint8))
-    target.scale.copy_(source.scale)

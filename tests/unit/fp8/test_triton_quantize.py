@@ -64,6 +64,23 @@ def test_weight_and_its_byte_transpose_in_one_read(shape, scale_format):
     assert triton_quantize.quantize_weight(w.to(DEVICE), with_transpose=False)[1] is None
 
 
+@pytest.mark.parametrize("shape", [(128, 256), (130, 128)])
+@pytest.mark.parametrize("with_transpose", [True, False])
+@pytest.mark.parametrize("quantise", [quantize_weight, triton_quantize.quantize_weight], ids=["reference", "triton"])
+def test_a_weight_is_quantised_into_the_buffers_of_before_and_torch_counts_the_change(shape, with_transpose, quantise):
+    w = matrix(shape).to(DEVICE)
+    old = quantise(w, with_transpose=with_transpose)
+    tensors = [t for x in old if x is not None for t in (x.data, x.scale)]
+    versions = [t._version for t in tensors]
+    got = quantise(-3 * w, with_transpose=with_transpose, out=old)
+    assert got[0] is old[0] and got[1] is old[1]
+    assert all(t._version > version for t, version in zip(tensors, versions, strict=True))
+    for x, expected in zip(got, quantize_weight(-3 * w.cpu(), with_transpose=with_transpose), strict=True):
+        assert x is expected if expected is None else on_cpu(x).same_bytes(expected)
+    with pytest.raises(AssertionError):
+        quantise(w[:-1], with_transpose=with_transpose, out=old)
+
+
 @pytest.mark.parametrize("shape", [(130, 128), (1, 1)])
 def test_byte_transpose(shape):
     q = quantize(matrix(shape), (128, 128))
