@@ -66,6 +66,16 @@ def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
     return 2 * source.numel() / (measure(lambda: target.copy_(source), batch=4).median_ms * 1e-3)
 
 
+def link_bandwidth(num_bytes: int = 1 << 28) -> float | None:
+    """Bytes a second of a copy from the current GPU to another that this process sees, the last one; None where it sees no other."""
+    here, last = torch.cuda.current_device(), torch.cuda.device_count() - 1
+    if last == 0:
+        return None
+    source = torch.empty(num_bytes, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source, device=torch.device("cuda", last if here != last else last - 1))
+    return source.numel() / (measure(lambda: target.copy_(source, non_blocking=True), batch=4).median_ms * 1e-3)
+
+
 def machine() -> dict[str, str]:
     """What the numbers were measured on."""
     return {
