@@ -42,8 +42,8 @@ from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
 
-WORD = torch.float32
-"""What four codes travel as: the dtype of the scales, so that one launch takes both; no value is computed with."""
+WORD = torch.int32
+"""What four codes, or a scale, travel as. No float: to torch's NaN check of collectives (TORCH_NCCL_NAN_CHECK) some codes look like NaN."""
 
 
 def exact_in_fp8(part: Sequence[int], axis: int, precision: GemmPrecision, *, for_wgrad: bool) -> bool:
@@ -79,7 +79,7 @@ def _start(x: BlockScaled, axis: int, group: Any, *, async_ops: bool) -> Callabl
     assert x.shape[axis] % x.block[axis] == 0, f"{x.shape} in blocks {x.block} ends inside a block along axis {axis}"
     assert x.shape[1] % 4 == 0, f"rows of {x.shape[1]} codes are no whole number of words"
     by_column, size = x.block == ROW_BLOCK, group.size()
-    parts = [_words(x.data), (x.scale.t() if by_column else x.scale).contiguous()]
+    parts = [_words(x.data), (x.scale.t() if by_column else x.scale).contiguous().view(WORD)]
     wholes = [part.new_empty((size * part.shape[0], part.shape[1])) for part in parts]
     options = AllgatherOptions()
     options.asyncOp = async_ops
@@ -90,7 +90,7 @@ def _start(x: BlockScaled, axis: int, group: Any, *, async_ops: bool) -> Callabl
         parts.clear()  # held until here: the collective reads them
         codes, scales = wholes
         data = _joined(codes, axis, size).view(x.data.dtype)
-        scale = _joined(scales, 1 - axis if by_column else axis, size)
+        scale = _joined(scales.view(torch.float32), 1 - axis if by_column else axis, size)
         if by_column:
             rows = scale.shape[1]
             scale = F.pad(scale, (0, leading_rows(rows) - rows)).t()[:rows] if rows % 4 else scale.t()

@@ -125,7 +125,7 @@ def test_collectives_start_before_the_gemm_they_run_beside_and_are_waited_for_be
 def fp8(rows: int, cols: int, *, t_block: bool = False) -> list[tuple[str, int]]:
     """What is sent of a part [rows, cols]: codes in words, then scales of 1x128 groups or of 128x128 blocks."""
     scales = rows // 128 * cols // 128 if t_block else rows * cols // 128
-    return [("float32", rows * cols), ("float32", 4 * scales)]
+    return [("int32", rows * cols), ("int32", 4 * scales)]
 
 
 @pytest.mark.parametrize(
