@@ -20,7 +20,7 @@ from torch.nn import Module
 from jetrl_megatron.actor.device import accumulate_dtype
 from jetrl_megatron.actor.flash import attend
 from jetrl_megatron.actor.packed import PackedContext
-from jetrl_megatron.config import AttentionKernel
+from jetrl_megatron.config import AttentionBackward, AttentionKernel
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -136,7 +136,8 @@ class CoreAttention(Module):
             out = self._by_segment(query, key, value, ctx)
         else:
             out = attend(query, key, value, ctx, self.scale, self.kernel, self.backward_kernel)
-        out = _with_zero_padding(out, ctx.num_real_toks, query.shape[0])
+        if self.backward_kernel is not AttentionBackward.cudnn:
+            out = _with_zero_padding(out, ctx.num_real_toks, query.shape[0])
         if ctx.cache is not None and ctx.slots_S is not None:
             keys, values = ctx.cache.layer(self.layer_number, key, value)
             for (a, b), slot in zip(ctx.segments, ctx.slots_S.tolist(), strict=True):

@@ -80,9 +80,9 @@ def _cudnn_obstacle(forward: AttentionKernel, head_dim: int, deterministic: bool
 def attend(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedContext, scale: float, kernel: AttentionKernel, backward: AttentionBackward
 ) -> Tensor:
-    """Attend within every segment and within the padding: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D].
+    """Attend within every segment and, but for `cudnn`, within the padding: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D].
 
-    packed: of T positions, not decoding. kernel, backward: resolved. With `cudnn` the padding must have no gradient: it passes none on.
+    packed: of T positions, not decoding. kernel, backward: resolved. With `cudnn` the padding's rows are zeros and pass no gradient on.
     """
     bounds, longest = packed.cu_seqlens, packed.num_positions
     assert bounds is not None, "a decoding step has no bounds"
@@ -106,7 +106,7 @@ def _flash3_forward() -> Any:
 class _Flash3(torch.autograd.Function):
     """FlashAttention-3 forward; saves q, k, v, the output and its log-sum-exp [Hq, T] float32.
 
-    segments: the real ones, for the backward by segment; None: FlashAttention-2's backward over all bounds.
+    segments: the real ones, for the backward by segment, with zeros behind them; None: FlashAttention-2's backward over all bounds.
     """
 
     @staticmethod
@@ -118,6 +118,9 @@ class _Flash3(torch.autograd.Function):
             max_seqlen_q=longest, cu_seqlens_q=bounds, max_seqlen_k=longest, cu_seqlens_k=bounds,
             softmax_scale=scale, causal=True, return_softmax_lse=True, num_splits=1, fa_version=3,
         )  # fmt: skip
+        if segments is not None:
+            real = segments[-1][1] if segments else 0
+            out[real:].zero_()  # in place, where cutting them off and putting zeros there copies the rest in both directions
         ctx.save_for_backward(q, k, v, bounds, out, lse)
         ctx.longest, ctx.scale, ctx.segments = longest, scale, segments
         return out

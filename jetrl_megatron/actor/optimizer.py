@@ -44,7 +44,7 @@ class ActorOptimizer:
                 adam_beta1=config.beta1,
                 adam_beta2=config.beta2,
                 adam_eps=config.eps,
-                clip_grad=config.clip_grad,
+                clip_grad=0.0,  # `step` clips
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=True,
@@ -52,6 +52,7 @@ class ActorOptimizer:
             chunks,
             use_gloo_process_groups=False,
         )
+        self._clip_grad = config.clip_grad
         for part in self._parts():
             _choose_fused(part.optimizer)
         self._schedule = OptimizerParamScheduler(
@@ -73,9 +74,24 @@ class ActorOptimizer:
 
     def step(self) -> tuple[bool, float]:
         """Clip, update masters, write BF16 parameters; returns (whether an update happened, global gradient norm before clipping)."""
-        ok, norm, _ = self._inner.step()
+        found_inf = self._inner.prepare_grads()
+        assert not found_inf, "only a loss scale looks for infinities, and BF16 has none"
+        norm = float(self._inner.get_grad_norm())
+        self._clip(norm)
+        ok = self._inner.step_with_ready_grads()
         self._schedule.step(1)
-        return bool(ok), float(norm if norm is not None else 0.0)
+        return bool(ok), norm
+
+    @torch.no_grad()
+    def _clip(self, norm: float) -> None:
+        """Scale every gradient in place where their norm is too large, to the bits of Megatron's clipping.
+
+        Without Transformer Engine and Apex, Megatron's own makes a scaled copy of each and copies it back.
+        """
+        scale = self._clip_grad / (norm + 1e-6)
+        gradients = [p.grad for part in self._parts() for p in part.get_parameters() if p.grad is not None]
+        if gradients and 0.0 < scale < 1.0:
+            torch._foreach_mul_(gradients, scale)
 
     @property
     def lr(self) -> float:

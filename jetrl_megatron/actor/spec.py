@@ -1,11 +1,11 @@
 """The layer spec: the only place where a class is swapped into Megatron-core's transformer layer.
 
 Enters: the actor's transformer config. Leaves: a TransformerBlockSubmodules for one model chunk. Everything around the swapped classes
-(TransformerLayer, SelfAttention, residual adds) is Megatron-core's own.
+(TransformerLayer, residual adds) is Megatron-core's own.
 """
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +16,7 @@ from jetrl_megatron.actor.attention import CoreAttention
 from jetrl_megatron.actor.linears import FlowColumnParallelLinear, FlowRowParallelLinear
 from jetrl_megatron.actor.mlp import FlowMLP
 from jetrl_megatron.actor.norm import RMSNorm
+from jetrl_megatron.actor.self_attention import FlowSelfAttention
 
 
 def block_spec(*, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
@@ -26,7 +27,7 @@ def block_spec(*, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=FlowSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=FlowColumnParallelLinear,

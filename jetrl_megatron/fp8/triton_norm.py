@@ -28,6 +28,8 @@ BACKWARD_TILE_ELEMENTS = 4096
 """The same for one turn of the backward's loop."""
 PROGRAMS = 528
 """Programs of the backward at most, four for each multiprocessor of an H100 or H200: each leaves one row of partial sums of dw."""
+DW_ROWS, DW_COLS = 128, 32
+"""Partial sums that one program adds up at a time; a row of them is one cache line."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,8 +106,8 @@ def rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (dx [..., D] bfloat16, dw [D] bfloat16 or None) of the gradient dy [..., D] bfloat16 and what `rms_norm` read and gave.
 
-    A row of dx depends on its rows of dy and x alone. dw is summed in FP32 by a fixed number of programs, whose sums are added in their
-    order: the same rows give the same bits on the same kind of device.
+    A row of dx depends on its rows of dy and x alone. dw is summed in FP32 by a fixed number of programs, whose sums are added in a
+    fixed order: the same rows give the same bits on the same kind of device.
     """
     dim = x.shape[-1]
     dx = x.new_empty(x.shape)
@@ -124,7 +126,17 @@ def rms_norm_backward(
         DIM=dim, PADDED=padded, TILE=tile, WRITE_DW=want_dw, SOFT=bool(triton.knobs.runtime.interpret),
         num_warps=4 if padded <= 2048 else 8,
     )  # fmt: skip
-    return dx, parts.sum(0).to(weight.dtype) if want_dw else None
+    return dx, _summed(parts) if want_dw else None
+
+
+def _summed(parts: torch.Tensor) -> torch.Tensor:
+    """Sum of the rows of parts [programs, D] float32, rounded once: [D] bfloat16. Torch's sum gives each column to four threads."""
+    programs, dim = parts.shape
+    dw = parts.new_empty(dim, dtype=torch.bfloat16)
+    norm_dw_kernel[(num_blocks(dim, DW_COLS),)](
+        parts, dw, programs, dim, ROWS=DW_ROWS, COLS=DW_COLS, SOFT=bool(triton.knobs.runtime.interpret)
+    )
+    return dw
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "dy_stride_t", "dy_stride_h", "stride_t", "stride_h", "tiles"])
@@ -153,3 +165,14 @@ def norm_backward_kernel(
         dw += dy * normed
     if WRITE_DW:
         tl.store(dw_ptr + tl.program_id(0).to(tl.int64) * DIM + d, tl.sum(dw, 0), mask=d < DIM)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def norm_dw_kernel(parts_ptr, dw_ptr, programs, dim, ROWS: tl.constexpr, COLS: tl.constexpr, SOFT: tl.constexpr):
+    """COLS columns of dw: partial sums ROWS apart in their order, then the ROWS sums as a tree."""
+    d = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for first in range(0, programs, ROWS):
+        p = first + tl.arange(0, ROWS)
+        total += tl.load(parts_ptr + p[:, None] * dim + d[None, :], mask=(p < programs)[:, None] & (d < dim)[None, :], other=0.0)
+    tl.store(dw_ptr + d, round_bf16(tl.sum(total, 0), SOFT).to(dw_ptr.dtype.element_ty), mask=d < dim)

@@ -17,6 +17,7 @@ def launched_kernels():
 
 def test_every_kernel_has_its_kind():
     kinds = {name: next((kind for kind, pattern in KINDS if re.search(pattern, name)), None) for name in launched_kernels()}
-    others = {"swiglu_kernel": "swiglu", "swiglu_backward_kernel": "swiglu", "norm_kernel": "norm", "norm_backward_kernel": "norm"}
+    others = dict.fromkeys(("swiglu_kernel", "swiglu_backward_kernel"), "swiglu")
+    others |= dict.fromkeys(("norm_kernel", "norm_backward_kernel", "norm_dw_kernel"), "norm")
     assert {name: kind for name, kind in kinds.items() if kind != "quantise"} == others
     assert {"row_kernel", "tile_kernel", "_accumulate_kernel"} <= set(kinds)

@@ -91,6 +91,12 @@ def test_gradients_are_those_of_float64_but_for_one_rounding(shape, monkeypatch)
     assert rms_norm_backward(dy, x, w, rms_rstd(x, w, EPS), want_dw=False)[1] is None
 
 
+@pytest.mark.parametrize("shape", [(528, 128), (300, 1100), (129, 40), (128, 32), (1, 8)])
+def test_partial_sums_are_all_added_once(shape):
+    parts = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(4)).float().to(DEVICE)  # sums are exact
+    assert torch.equal(triton_norm._summed(parts), parts.sum(0).bfloat16())
+
+
 def test_gradients_of_strided_heads_are_those_of_a_copy_and_no_rows_give_zeros():
     w = weight_of(128)
     wide, wide_dy = rows((21, 5 * 128)), rows((21, 4 * 128), seed=2)
