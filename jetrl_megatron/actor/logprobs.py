@@ -135,8 +135,7 @@ def head_gradients(
         backward_rows(ctx, dlogp, dhidden, dweight)
         return dweight
 
-    # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
-    return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True)
+    return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate)
 
 
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
