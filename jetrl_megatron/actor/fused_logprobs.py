@@ -6,8 +6,9 @@ Enters and leaves: what `logprobs.token_logprobs` documents. With (m_r, s_r, d_r
     logp  = (picked - m) - log total    entropy = log total - dot / total
 
 Invariants: ranks are added in their order, one exchange a call, so a row's bits depend on its logits alone; the log normaliser is kept as
-(m, log total), since their sum would lose what is small beside a large m. The backward makes the logits again, writes their gradient in
-BF16, the format of both GEMMs that read it, and the GEMM adds dW into FP32 `main_grad` itself.
+(m, log total), since their sum would lose what is small beside a large m. The backward takes the first chunk's logits from the forward and
+makes the others again, by the same GEMM of the same rows; it writes their gradient in BF16, the format of both GEMMs that read it, and the
+GEMM adds dW into FP32 `main_grad` itself. No more than one chunk of logits is alive at any time, and none where no gradient is wanted.
 Left out: the float64 reference (logprobs.py) and whether the GEMM's rows depend on how many it has, which is cuBLAS's matter.
 """
 
@@ -37,17 +38,21 @@ def combine(parts_Rn4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
-    """Saves the hidden states and the log normaliser; makes logits again in the backward."""
+    """Saves the hidden states, the log normaliser and, until the backward takes them, the logits of the first chunk."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
         """Return (logp, entropy), [n] float32 each; the arguments are those of `token_logprobs`."""
         sums = torch.empty(hidden.shape[0], 4, dtype=torch.float32, device=hidden.device)
-        for rows in row_chunks(hidden, weight):
-            # No name holds the logits: the next chunk takes their memory.
-            sums[rows] = row_sums(plain_logits(hidden[rows], weight), labels[rows], shard.start, shard.valid, temperature)
+        logits: Tensor | None = None
+        # The first chunk, which no other is larger than, comes last: then it can be kept without a second one beside it.
+        for rows in reversed(row_chunks(hidden, weight)):
+            logits = None  # the next chunk takes their memory
+            logits = plain_logits(hidden[rows], weight)
+            sums[rows] = row_sums(logits, labels[rows], shard.start, shard.valid, temperature)
         logp, entropy, norm = combine(shard.gather(sums))
         ctx.save_for_backward(hidden, weight, labels, norm)
+        ctx.first_logits = logits  # Where no gradient is wanted ctx has no owner, and they die with it.
         ctx.shard, ctx.temperature, ctx.weight_ref = shard, temperature, weight
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -66,10 +71,11 @@ def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | N
 
 
 def _backward_chunk(ctx: Any, saved: tuple[Tensor, ...], dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
-    """One chunk; a function, so that its logits and their gradient are free when it returns."""
+    """One chunk; a function, so that the gradient of its logits is free when it returns."""
     hidden, weight, labels, norm = saved
     span = (ctx.shard.start, ctx.shard.valid)
-    dlogits = logit_gradient(plain_logits(hidden, weight), labels, norm, dlogp, span, ctx.temperature)
+    # No name holds the logits: they are free before the GEMMs. A second backward through a retained graph makes the first ones again too.
+    dlogits = logit_gradient(_take_logits(ctx, hidden, weight), labels, norm, dlogp, span, ctx.temperature)
     torch.mm(dlogits, weight, out=dhidden)
     if dweight is None:
         return
@@ -77,3 +83,9 @@ def _backward_chunk(ctx: Any, saved: tuple[Tensor, ...], dlogp: Tensor, dhidden:
         torch.addmm(dweight, dlogits.t(), hidden, out_dtype=torch.float32, out=dweight)
     else:  # Triton's interpreter
         dweight += dlogits.t().float() @ hidden.float()
+
+
+def _take_logits(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the first chunk's logits, which the forward left, to the first chunk that asks; make those of any other."""
+    logits, ctx.first_logits = ctx.first_logits, None
+    return plain_logits(hidden, weight) if logits is None else logits

@@ -6,8 +6,8 @@ Enters: hidden states [n, H] BF16 behind the final norm, this rank's rows of lm_
 FP32, equal on all TP ranks. Rows of the padded vocabulary are -inf: they have no probability and no gradient. The same
 function serves the loss, the reference policy and the local rollout engine, so their numbers are equal bit for bit.
 
-The lm_head GEMM is BF16 with FP32 logits on both sides. Rows are processed in chunks and the backward makes the logits again. On a CPU the
-sums over the vocabulary run in float64, here; on CUDA in FP32, in one pass over the logits (fused_logprobs.py).
+The lm_head GEMM is BF16 with FP32 logits on both sides. Rows are processed in chunks and the backward makes the logits again, on CUDA all
+but the first chunk's. On a CPU the sums over the vocabulary run in float64, here; on CUDA in FP32, in one pass (fused_logprobs.py).
 """
 
 import math
@@ -23,8 +23,9 @@ from jetrl_megatron.fp8 import bf16_linear
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
-"""Logits of one chunk by device: 64 MiB and 2 GiB in FP32. On CUDA that is all the forward holds beside its sums; the backward holds the
-chunk's gradient in BF16 too, 3 GiB in all. A larger chunk passes fewer times over the FP32 gradient of the weight."""
+"""Logits of one chunk by device: 64 MiB and 2 GiB in FP32. On CUDA that is all the forward holds beside its sums, and where a gradient is
+wanted it leaves the first chunk's, at most 2 GiB, to the backward; that holds a chunk's gradient in BF16 too, 3 GiB in all. A larger chunk
+has more of the logits made once only, and passes fewer times over the FP32 gradient of the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +135,7 @@ def head_gradients(
         backward_rows(ctx, dlogp, dhidden, dweight)
         return dweight
 
-    # A weight shared with the embedding gets that gradient through autograd: the stand-in must be zeros.
-    return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate, zeros=True)
+    return dhidden, deliver_weight_gradient(ctx.weight_ref, accumulate)
 
 
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:

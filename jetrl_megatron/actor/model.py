@@ -17,6 +17,7 @@ from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, padded_vocab_size, stage_layers
+from jetrl_megatron.actor.embedding import NO_TOKEN, FlowEmbedding
 from jetrl_megatron.actor.flash import resolve_attention, resolve_backward
 from jetrl_megatron.actor.packed import PackedContext
 from jetrl_megatron.actor.parallel_state import Ranks
@@ -43,15 +44,19 @@ class FlowTransformerConfig(TransformerConfig):
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns the hidden states behind the final norm instead of logits."""
 
-    def _preprocess(self, *args: Any, packed_seq_params: PackedContext, **kwargs: Any) -> Any:
+    def __init__(self, config: FlowTransformerConfig, **kwargs: Any) -> None:
+        """Build Megatron's model, then put this project's embedding in the place of its own, around the same parameter."""
+        super().__init__(config, **kwargs)
+        if self.pre_process:
+            self.embedding.word_embeddings = FlowEmbedding.in_place_of(self.embedding.word_embeddings, config)
+            # Megatron marks a weight that embedding and head share so that it adds what autograd brings. Here both add by themselves.
+            self.embedding.word_embeddings.weight.zero_out_wgrad = False
+
+    def _preprocess(self, *args: Any, input_ids: Tensor, packed_seq_params: PackedContext, **kwargs: Any) -> Any:
         """Embed, with zero rows at padding: every linear then sees zeros there, which add nothing to the amax of a wgrad group."""
-        hidden, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if hidden is not None:
-            rows = hidden.shape[0]
-            first = rows * self.tp_group.rank() if self.config.sequence_parallel else 0
-            real = min(max(packed_seq_params.num_real_toks - first, 0), rows)
-            hidden = torch.cat((hidden[:real], hidden.new_zeros(rows - real, *hidden.shape[1:]))) if real < rows else hidden
-        return hidden, *rest
+        padding = torch.arange(input_ids.shape[1], device=input_ids.device) >= packed_seq_params.num_real_toks
+        input_ids = input_ids.masked_fill(padding, NO_TOKEN)
+        return super()._preprocess(*args, input_ids=input_ids, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return [T/TP, 1, H] (sequence parallel) or [T, 1, H] on every stage."""

@@ -10,15 +10,13 @@ from collections.abc import Callable
 import torch
 
 
-def deliver_weight_gradient(
-    weight: torch.Tensor, compute: Callable[[torch.Tensor | None], torch.Tensor], *, zeros: bool = False
-) -> torch.Tensor:
+def deliver_weight_gradient(weight: torch.Tensor, compute: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
     """Compute a gradient into `weight.main_grad` and return a stand-in for autograd, or return the gradient in the weight's dtype.
 
     weight: [N, K] parameter; `main_grad`, where it exists, is [N, K] float32. compute: given `main_grad`, adds the gradient into it in
-    place; given None, returns the gradient [N, K]. zeros: whether the stand-in has to be zeros, because the weight gets another gradient
-    through autograd too, as an embedding that is also the lm_head does; Megatron's `weight.zero_out_wgrad` says the same.
-    The stand-in only makes autograd call the parameter's hooks: unless it has to be zeros, nobody reads it.
+    place; given None, returns the gradient [N, K].
+    The stand-in only makes autograd call the parameter's hooks: nobody reads it. So every use of a weight has to come here, as an embedding
+    and a head that share it do. Where Megatron's `weight.zero_out_wgrad` says that one brings its gradient through autograd, it is zeros.
     Raises ValueError where main_grad is not float32.
     """
     main_grad = getattr(weight, "main_grad", None)
@@ -28,4 +26,4 @@ def deliver_weight_gradient(
         raise ValueError(f"main_grad is {main_grad.dtype}; gradients accumulate in float32 (accumulate_allreduce_grads_in_fp32)")
     compute(main_grad)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(weight) if zeros or getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

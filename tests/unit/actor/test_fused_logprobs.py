@@ -7,6 +7,7 @@ temperature.
 """
 
 import math
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from jetrl_megatron.actor import logprobs
+from jetrl_megatron.actor import fused_logprobs, logprobs
 from jetrl_megatron.actor.fused_logprobs import FusedTokenLogprobs, combine
 from jetrl_megatron.actor.logprobs import VocabShard, token_logprobs, vocab_shard
 from jetrl_megatron.actor.triton_logprobs import SUMS_BLOCK, logit_gradient, row_sums
@@ -235,7 +236,7 @@ def test_the_weight_gradient_is_added_to_main_grad_once_a_backward(case):
     for times in (1, 2):
         fused(hidden, weight, labels, shard)[0].sum().backward()
         assert torch.allclose(weight.main_grad, 1.0 + times * plain.main_grad, rtol=0, atol=1e-4)
-        assert weight.grad_added_to_main_grad and torch.count_nonzero(weight.grad) == 0
+        assert weight.grad_added_to_main_grad
     assert float(plain.main_grad.abs().max()) > 1.0
 
 
@@ -246,3 +247,55 @@ def test_a_frozen_weight_gets_no_gradient(case):
     fused(hidden, weight, labels, vocab_shard(VALID, ROWS, 0, None))[0].sum().backward()
     assert weight.grad is None and torch.count_nonzero(weight.main_grad) == 0
     assert math.isfinite(float(hidden.grad.sum())) and torch.count_nonzero(hidden.grad) > 0
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Rows of each chunk of logits that was made, with whether it is alive; no two may be at once."""
+    real, chunks = fused_logprobs.plain_logits, []
+
+    def watched(hidden, weight):
+        assert not any(alive() is not None for _, alive in chunks)
+        logits = real(hidden, weight)
+        chunks.append((hidden.shape[0], weakref.ref(logits)))
+        return logits
+
+    monkeypatch.setattr(fused_logprobs, "plain_logits", watched)
+    return chunks
+
+
+def rows_alive(made) -> list[int]:
+    return [rows for rows, alive in made if alive() is not None]
+
+
+@pytest.mark.parametrize(("rows_a_chunk", "forward"), [(10, [7, 10, 10, 10]), (30, [7, 30]), (37, [37])])
+def test_the_first_chunk_of_logits_is_kept_for_one_backward_and_no_longer(case, monkeypatch, made, rows_a_chunk, forward):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {DEVICE: rows_a_chunk * ROWS})
+    logp = fused(*case, vocab_shard(VALID, ROWS, 0, None))[0]
+    assert [rows for rows, _ in made] == forward and rows_alive(made) == [forward[-1]]
+    logp.sum().backward()
+    assert [rows for rows, _ in made[len(forward) :]] == forward[-2::-1] and rows_alive(made) == []
+
+
+@pytest.mark.parametrize("weight_trains", [True, False])
+def test_a_forward_without_a_gradient_keeps_no_logits(case, made, weight_trains):
+    hidden, weight, labels = case
+    weight.requires_grad_(weight_trains)
+    with torch.set_grad_enabled(not weight_trains):
+        kept = fused(hidden.detach(), weight, labels, vocab_shard(VALID, ROWS, 0, None))
+    assert kept[0].grad_fn is None and len(made) == 1 and rows_alive(made) == []
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("rows_a_chunk", [10, 64])
+def test_kept_logits_give_the_bits_of_logits_made_again(case, monkeypatch, made, temperature, rows_a_chunk):
+    """The second backward through one graph makes all of them again."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {DEVICE: rows_a_chunk * ROWS})
+    hidden, weight, labels = case
+    logp = fused(hidden, weight, labels, vocab_shard(VALID, ROWS, 0, None), temperature)[0]
+    loss = (logp * torch.linspace(-1, 1, 37, device=DEVICE)).sum()
+    chunks = len(made)
+    kept = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight))
+    assert len(made) == chunks + (chunks - 1) + chunks
+    assert all(torch.equal(a, b) and torch.count_nonzero(a) for a, b in zip(kept, again, strict=True))

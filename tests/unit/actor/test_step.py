@@ -109,10 +109,13 @@ def test_an_empty_micro_batch_beside_a_full_one_changes_nothing(qwen3_dir):
 
 
 def test_what_the_padding_holds_does_not_matter(qwen3_dir):
-    """Padding tokens attend to nothing and nothing attends to them, so any token there gives the same log-probs and gradients."""
+    """Padding attends to nothing, nothing attends to it and its rows are zeros: any token there gives the same log-probs and gradients."""
     found = []
     for filler in (0, 77):
         with single_rank_actor(qwen3_dir, JETRL) as actor:
+            with torch.no_grad():
+                outlier = actor.chunks[0].embedding.word_embeddings.weight[77]
+                outlier.zero_()[5] = 1.0  # behind the norm 16 times as large as the rest: it would be the amax of its wgrad block
             (batch,) = few_batches(actor)
             assert batch.num_real_toks < batch.tokens_T.numel()
             batch.tokens_T[batch.num_real_toks :] = filler

@@ -131,15 +131,17 @@ def test_main_grad_accumulates_in_fp32_over_micro_batches():
 
 
 def test_a_gradient_is_added_once_and_the_stand_in_is_zeros_where_the_weight_has_another_one():
+    """`zero_out_wgrad`: Megatron's mark of a weight that gets another gradient through autograd."""
     weight, gradient = torch.nn.Parameter(torch.ones(2, 3).bfloat16()), torch.full((2, 3), 0.1)
 
     def compute(out):
         return gradient if out is None else out.add_(gradient)
 
-    returned = deliver_weight_gradient(weight, compute, zeros=True)
+    weight.zero_out_wgrad = True
+    returned = deliver_weight_gradient(weight, compute)
     assert torch.equal(returned, gradient.bfloat16()) and not hasattr(weight, "grad_added_to_main_grad")
     weight.main_grad = torch.ones(2, 3)
-    stand_in = deliver_weight_gradient(weight, compute, zeros=True)
+    stand_in = deliver_weight_gradient(weight, compute)
     assert torch.equal(weight.main_grad, torch.ones(2, 3) + gradient) and weight.grad_added_to_main_grad is True
     assert torch.equal(stand_in, torch.zeros(2, 3).bfloat16())
 
