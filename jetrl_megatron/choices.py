@@ -152,6 +152,13 @@ class Transport(Enum):
     ipc = "ipc"
 
 
+class WeightLoad(Enum):
+    """What a server does with weights that reach it: give them to vLLM's loader, or write them where the model holds them."""
+
+    reload = "reload"
+    in_place = "in_place"
+
+
 class PromptFormat(Enum):
     """How a question becomes token ids: the tokenizer's chat template, or the plain template."""
 

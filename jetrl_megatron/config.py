@@ -28,6 +28,7 @@ from jetrl_megatron.choices import (
     SavedActivation,
     ScaleFormat,
     Transport,
+    WeightLoad,
     WgradGranularity,
     above,
     at_least,
@@ -80,6 +81,7 @@ __all__ = [
     "Transport",
     "VllmConfig",
     "WarmStartConfig",
+    "WeightLoad",
     "WgradGranularity",
 ]
 

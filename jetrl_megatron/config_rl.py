@@ -13,6 +13,7 @@ from jetrl_megatron.choices import (
     Overlong,
     PromptFormat,
     Transport,
+    WeightLoad,
     above,
     at_least,
     at_most,
@@ -63,6 +64,8 @@ class VllmConfig:
     """For each server its CUDA_VISIBLE_DEVICES, as `4` or `4,5`; empty takes those behind the actor's."""
     transport: Transport | None = None
     """None is disk, or under `vllm_colocated` on CUDA ipc."""
+    load: WeightLoad = WeightLoad.reload
+    """in_place takes transport nccl."""
     weights_dir: str = ""
     """Where the disk transport writes; empty is in the run directory. A memory file system is faster."""
     max_num_seqs: int = 128
@@ -92,6 +95,12 @@ class VllmConfig:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
         if self.num_servers + len(self.urls) < 1:
             raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
+        if self.load is WeightLoad.in_place and self.transport is not Transport.nccl:
+            transport = "disk" if self.transport is None else self.transport.value
+            raise ValueError(
+                f"rollout.vllm.load is in_place and rollout.vllm.transport is {transport}: only what comes by nccl is written in place; "
+                "set rollout.vllm.transport=nccl, or rollout.vllm.load=reload"
+            )
         if self.gpus and len(self.gpus) != self.num_servers:
             raise ValueError(
                 f"rollout.vllm.gpus has {len(self.gpus)} entries for rollout.vllm.servers={self.num_servers}; give one for each server"

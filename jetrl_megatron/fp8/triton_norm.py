@@ -170,7 +170,7 @@ def norm_backward_kernel(
 @triton.jit(do_not_specialize=["programs"])
 def norm_dw_kernel(parts_ptr, dw_ptr, programs, dim, ROWS: tl.constexpr, COLS: tl.constexpr, SOFT: tl.constexpr):
     """COLS columns of dw: partial sums ROWS apart in their order, then the ROWS sums as a tree."""
-    d = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    d = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for first in range(0, programs, ROWS):
         p = first + tl.arange(0, ROWS)

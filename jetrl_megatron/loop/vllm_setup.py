@@ -13,7 +13,7 @@ import torch
 
 from conversion.layout import ParallelLayout, check_layout, fp8_modules
 from jetrl_megatron.actor.actor import Actor
-from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig
+from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig, WeightLoad
 from jetrl_megatron.loop.colocated import Seat, replica_gpus, settle_vllm
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.rollout.compat import check_engine, request_fields, vllm_version
@@ -101,6 +101,7 @@ def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_di
         cuda_graphs=cfg.cuda_graphs and on_cuda,
         prefix_caching=cfg.prefix_caching,
         transport=cfg.transport.value,
+        in_place=cfg.load is WeightLoad.in_place,
         power_of_two_scales=formats is ScaleFormat.ue8m0,
         on_cuda=on_cuda,
         log_dir=run_dir / "engines",
@@ -159,7 +160,8 @@ def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, so
     if cfg.transport is Transport.nccl:
         from jetrl_megatron.sync.cuda import NcclTransport
 
-        return NcclTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+        in_place = cfg.load is WeightLoad.in_place
+        return NcclTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s, in_place=in_place)
     from jetrl_megatron.sync.ipc import IpcTransport
 
     return IpcTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)

@@ -187,6 +187,14 @@ def worker_model(worker: Any) -> torch.nn.Module:
     return model
 
 
+def register_transfer(name: str, module: str, class_name: str) -> None:
+    """Make a weight-transfer engine known to this process of a server by name; it is imported when a worker asks for it."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
 def begin_reload(model: torch.nn.Module) -> None:
     """Ready a model for whole checkpoint tensors that come in several `model.load_weights` calls; parameters keep their addresses.
 

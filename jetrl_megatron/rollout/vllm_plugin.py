@@ -3,6 +3,7 @@
 Enters: an engine that this project started (`SWITCH` is in its environment; in any other nothing happens). Leaves: RMSNorm, alone and
 behind a residual sum, as the provider `jetrl` of vLLM's IR operators, which is the actor's own function; on a CPU also the block FP8
 linear, which is the actor's reference: activations quantised in 1x128 groups, the GEMM exact within a block, independent of the batch.
+Besides, the weight-transfer engine `IN_PLACE` (vllm_transfer.py), which a server uses where it is named.
 Why: vLLM's norm sums a row in an order that depends on the batch, and its CPU backend leaves activations in BF16 (and needs AMX).
 Invariant: engine and actor call one function. Left out: everything else that vLLM computes; `jetrl flow` compares it.
 """
@@ -17,15 +18,18 @@ SWITCH = "JETRL_OPERATORS"
 """Environment variable that the launcher of an engine sets to 1."""
 PROVIDER = "jetrl"
 NORMS = ("rms_norm", "fused_add_rms_norm")
+IN_PLACE = "jetrl_nccl"
+"""vLLM's name of the weight-transfer engine of rollout.vllm.load=in_place."""
 
 
 def register() -> None:
     """Register the operators; vLLM may call it again in the same process."""
     if os.environ.get(SWITCH) != "1":
         return
-    from jetrl_megatron.rollout.compat import vllm_version
+    from jetrl_megatron.rollout.compat import register_transfer, vllm_version
 
     vllm_version()
+    register_transfer(IN_PLACE, "jetrl_megatron.rollout.vllm_transfer", "InPlaceNcclEngine")
     _register_norms()
     if torch.cuda.is_available():
         # Registers the operator. A graph that vLLM takes from its cache names it and calls none of the functions below.

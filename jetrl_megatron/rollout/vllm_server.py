@@ -29,6 +29,7 @@ from jetrl_megatron.rollout.compat import (
 )
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
 from jetrl_megatron.rollout.vllm_client import EngineClient
+from jetrl_megatron.rollout.vllm_plugin import IN_PLACE
 
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "SBATCH_")
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JETRL_LAUNCHER_PID")
@@ -49,6 +50,8 @@ class ServerSpec:
     prefix_caching: bool
     transport: str
     """`disk`, `nccl` or `ipc`."""
+    in_place: bool = False
+    """With `nccl`: whether weights are written into the model's parameters (vllm_in_place.py), not given to its loader."""
     power_of_two_scales: bool
     on_cuda: bool
     log_dir: Path
@@ -83,7 +86,7 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += [] if with_weights else ["--load-format", "dummy"]
     words += sleep_arguments(spec.on_cuda) if spec.sleeps else []
     if spec.transport == "nccl":
-        words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+        words += ["--weight-transfer-config", json.dumps({"backend": IN_PLACE if spec.in_place else "nccl"})]
     return words if spec.cuda_graphs else [*words, "--enforce-eager"]
 
 

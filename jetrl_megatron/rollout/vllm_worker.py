@@ -123,7 +123,7 @@ class _Reader:
 
     def read(self, stored: StoredTensor, piece: Piece) -> None:
         weight, unsigned = self._tensor(stored.name)
-        rows, cols = _shifted(piece.rows, piece.row_at), _shifted(piece.cols, piece.col_at)
+        rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
         part = weight[slice(*rows)] if weight.dim() == 1 else weight[slice(*rows), slice(*cols)]
         self._note(rectangle_name(piece.hf, piece.rows, piece.cols), part, unsigned)
         if stored.fp8:
@@ -165,6 +165,6 @@ class _Reader:
         return self._last[1], self._last[2]
 
 
-def _shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
-    """Move a canonical range to where it lies in the stored tensor."""
+def shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
+    """Return a canonical range where it lies in the stored tensor, `at` its first row or column there."""
     return at, at + span[1] - span[0]

@@ -75,10 +75,18 @@ class MemoryTransport:
 
 
 class NcclTransport(MemoryTransport):
-    """Transport over one NCCL group of rank 0 and every engine rank of the pool."""
+    """Transport over one NCCL group of rank 0 and every engine rank of the pool.
+
+    in_place: the servers run the engine of rollout/vllm_transfer.py, which has to know the model. The rest as for MemoryTransport.
+    """
 
     _communicator: Any = None
     _members: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, in_place: bool = False, **kwargs: Any) -> None:
+        """Join nothing yet."""
+        super().__init__(*args, **kwargs)
+        self._in_place = in_place
 
     def close(self) -> None:
         """Leave the group; before the servers end, because a process that still holds it does not come to its end."""
@@ -105,6 +113,8 @@ class NcclTransport(MemoryTransport):
             "packed": True,
             "packed_buffer_size_bytes": _BUFFER_BYTES,
         }
+        if self._in_place:
+            update["config"] = engine_config(wire.arch, wire.fp8, self._source_dir)
 
         def load(client: EngineClient, _: Published) -> None:
             client.control("/start_weight_update", None, self._timeout_s)

@@ -69,10 +69,10 @@ class FakePool:
         self.expected = published.expected.result(60.0)
 
 
-def push(hf_dir: str, root: str, tp: int, pp: int, refusal: str = "", breaks_at: int = -1) -> Any:
+def push(hf_dir: str, root: str, tp: int, pp: int, refusal: str = "", breaks_at: int = -1, in_place: bool = False) -> Any:
     """Push once; returns on rank 0 what was announced, sent and asked, and on others the version; the error, where it fails.
 
-    refusal: with which the pool does not start. breaks_at: the sender fails at this tensor.
+    refusal: with which the pool does not start. breaks_at: the sender fails at this tensor. in_place: the servers' engine wants the model.
     """
     Sender.breaks_at = breaks_at
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.distributed.weight_transfer.nccl_engine"):
@@ -84,7 +84,7 @@ def push(hf_dir: str, root: str, tp: int, pp: int, refusal: str = "", breaks_at:
     actor = build(hf_dir, tp, pp, "k_complete", "jetrl")
     group = RunGroup(60.0)
     pool = FakePool(refusal) if group.rank == 0 else None
-    transport = cuda.NcclTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0)
+    transport = cuda.NcclTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0, in_place=in_place)
     publisher = Publisher(actor, pool, transport, group)  # type: ignore[arg-type]
     passes = Passes(publisher._wire)
     try:

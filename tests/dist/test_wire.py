@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from conversion.architecture import ModelArchitecture
 from conversion.convert import Target, convert
 from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_stale
 from tests.dist.ipc_run import push as push_ipc
@@ -110,7 +111,8 @@ def test_a_push_by_ipc_that_fails_while_it_sends_keeps_the_version(models, tmp_p
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (1, 1)])
 def test_nccl_sends_what_it_announced_in_one_pass_and_every_stage_says_what_it_sent(models, tmp_path, tp, pp):
     """One or two stages or TP ranks, or two replicas, to two servers; vLLM's sender is one of Python here."""
-    (version, expected, update, sent, events), other = run_ranks(push_nccl, 2, str(models["llama"]), str(tmp_path), tp, pp)
+    in_place = (tp, pp) == (2, 1)
+    (version, expected, update, sent, events), other = run_ranks(push_nccl, 2, str(models["llama"]), str(tmp_path), tp, pp, "", -1, in_place)
     assert version == other == expected.version
     wanted = table(models["llama"].with_name("llama-fp8"))
     assert {name: kept for name, kept in sent} == wanted and [name for name, _ in sent] == update["names"]
@@ -120,6 +122,9 @@ def test_nccl_sends_what_it_announced_in_one_pass_and_every_stage_says_what_it_s
     assert texts == {name: f"sha256:{text}" for name, (_, _, text) in wanted.items()}
     routes = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
     assert events == [routes, routes]
+    assert ("config" in update) == in_place, "vllm's own engine takes no other words"
+    wanted_arch = ModelArchitecture.from_hf_directory(models["llama"])
+    assert not in_place or ModelArchitecture.from_hf_config(update["config"]) == wanted_arch
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])

