@@ -105,7 +105,23 @@ def test_one_server_that_holds_something_else_keeps_the_version_where_it_was(poo
 
     with pytest.raises(WeightMismatch, match=r"server 1 does not hold version 1: rank 0: w\[0:1,0:1\] differs"):
         pool.update(published(1), forget_one)
-    assert pool.version == 0 and 1 not in pool.ready()
+    assert pool.version == 0 and pool.ready() == [], "the other server holds version 1, and the pool's is 0"
+    assert pool.blank(), "a draw pushes again before it sends anything"
+    pool.update(published(1), load)
+    assert pool.version == 1 and pool.ready() == [0, 1] and not pool.blank()
+
+
+def test_servers_that_refuse_a_load_wait_for_the_next(pool):
+    pool.update(published(0), load)
+
+    def refuse(client, what):
+        raise ValueError("answered 400")
+
+    with pytest.raises(ValueError, match="answered 400"):
+        pool.update(published(1), refuse)
+    assert pool.version == 0 and pool.ready() == [] and pool.blank()
+    pool.update(published(0), load)
+    assert pool.version == 0 and pool.ready() == [0, 1]
 
 
 def test_a_closed_pool_tells_a_draw_that_still_waits_for_a_server(pool):
