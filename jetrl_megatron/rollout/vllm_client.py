@@ -62,7 +62,7 @@ class EngineClient:
         drawn = parse_completion(self._call("POST", GENERATE, self._body(prompt_ids, params, seed), timeout_s))
         stopped, num = drawn.finish_reason == "stop", len(drawn.token_ids)
         if num > params.max_new_toks:
-            raise ValueError(f"{self.url} gave {num} tokens where {params.max_new_toks} were asked for: it is no server of this project's kind")
+            raise ValueError(f"{self.url} gave {num} tokens where {params.max_new_toks} were asked for")
         if stopped and drawn.token_ids[-1] not in params.stop_token_ids:
             raise ValueError(f"{self.url} ended a completion with token {drawn.token_ids[-1]}, no stop token of {params.stop_token_ids}")
         if not stopped and num != params.max_new_toks:

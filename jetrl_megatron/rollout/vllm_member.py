@@ -58,6 +58,8 @@ class Member:
     """The weights that it was started with, until it is verified."""
     problem: str = ""
     """Why it could not be brought back."""
+    context: int = 0
+    """Tokens of prompt and completion that a server found by its URL takes, 0 before it was asked; the run's own take the model's."""
     holds: int = -1
     """Step of the weights that it was last verified with."""
     laps: Laps = field(default_factory=Laps)
@@ -79,7 +81,7 @@ class Member:
             self.client = self.server.start(published.directory, published.has_weights)
             self.started_on = published.directory if published.has_weights else None
         else:
-            self.reached().rpc("jetrl_prepare", {}, self.push_timeout_s)
+            self.context = min(self.reached().rpc("jetrl_prepare", {}, self.push_timeout_s))
 
     def bring(self, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load a live server, unless it was started on these very weights, and admit it.

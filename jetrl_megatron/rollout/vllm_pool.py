@@ -3,9 +3,9 @@
 Enters: `Published` weights and a way to load them into one live server. Leaves: completions, each from a server that has reported the
 fingerprints of the pool's version. The states of one server and its way through them are in vllm_member.py.
 
-Invariants: only `ready` servers that hold the pool's version are given requests; the version moves when every server that is not `lost` is `ready` with it. A restarted
-server starts on the published directory, so it holds the current weights before its first request; where no weights lie on disk it stays
-`blank` until the next push. Servers that share the actor's GPUs sleep between `rest` and the next push.
+Invariants: only `ready` servers that hold the pool's version are given requests; the version moves when every server that is not `lost`
+is `ready` with it. A restarted server starts on the published directory, so it holds the current weights before its first request; where
+no weights lie on disk it stays `blank` until the next push. Servers that share the actor's GPUs sleep between `rest` and the next push.
 One process of the run owns the pool (global rank 0).
 """
 
@@ -108,6 +108,12 @@ class ServerPool:
         """Tell whether `rest` was called and no push has come since."""
         with self._lock:
             return any(m.state == "asleep" for m in self._members)
+
+    def shortest(self) -> tuple[int, str] | None:
+        """Return the shortest context of the servers found by their URL, tokens, and whose it is; None where the run started all."""
+        with self._lock:
+            found = [(m.context, f"{m.client.url} (its --max-model-len)") for m in self._members if m.context and m.client is not None]
+        return min(found, default=None)
 
     def complete(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Drawn:
         """Draw one completion on one server; see `EngineClient.complete`."""

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jetrl_megatron.contracts import SamplingParams
-from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, RequireKey
+from jetrl_megatron.rollout import vllm_auth
+from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, RequireKey, key_of_environment
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone, parse_completion
 from jetrl_megatron.rollout.vllm_engine import request_seed
 from jetrl_megatron.rollout.vllm_server import ServerSpec, new_key, server_command, server_environment
@@ -252,3 +253,12 @@ def test_without_a_key_there_is_no_server(monkeypatch):
         monkeypatch.setenv(KEY_VARIABLE, value)
         with pytest.raises(ValueError, match="at least 32"):
             RequireKey(lambda *a: None)
+
+
+@pytest.mark.parametrize("strange", ["\n", "\r", " ", "\0", "é"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(monkeypatch, strange):
+    """http.client would name the header's value, which is the key, in its error."""
+    monkeypatch.setattr(vllm_auth.os, "environ", {KEY_VARIABLE: KEY + strange})
+    with pytest.raises(ValueError, match=rf"{KEY_VARIABLE} holds a space, a line break or .* ASCII") as refused:
+        key_of_environment()
+    assert KEY not in str(refused.value)

@@ -134,5 +134,7 @@ def test_a_closed_pool_tells_a_draw_that_still_waits_for_a_server(pool):
 def test_a_server_found_by_its_url_is_loaded_and_verified_before_it_serves():
     client = FakeClient("something old")
     pool = ServerPool([], [client], {}, LIMITS)
+    client.url = "http://h:1"
     pool.update(published(4), load)
+    assert pool.shortest() == (512, "http://h:1 (its --max-model-len)")
     assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:3] == ["jetrl_prepare", "pause", "load"]
