@@ -70,7 +70,10 @@ def check_vllm(recipe: Recipe, cfg: VllmConfig, actor: Actor) -> None:
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
-    check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
+    try:
+        check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
+    except ValueError as error:
+        raise ValueError(f"rollout.vllm.tp is {cfg.tp}: {error}") from error
     if recipe.rollout.engine is Engine.vllm_colocated and not on_cuda and actor.ranks.is_logger:
         _LOG.warning(
             "rollout.engine is vllm_colocated on a CPU: the servers go to sleep and wake as on GPUs, but there is nothing to release"
