@@ -16,6 +16,7 @@ def a_gpu(monkeypatch):
 @pytest.mark.parametrize("bench", [quant, linear, step])
 def test_without_a_gpu_nothing_is_timed_and_nothing_written(monkeypatch, tmp_path, bench):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(step.parallel_state, "initialize", lambda *args: pytest.fail("it was started"))
     with pytest.raises(ValueError, match=rf"{bench.__name__.split('.')[-1]} times CUDA kernels and torch sees no CUDA device; run it on"):
         bench.main(["--json", str(tmp_path / "x.jsonl")])
     assert not list(tmp_path.iterdir())
