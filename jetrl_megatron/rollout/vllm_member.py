@@ -81,7 +81,11 @@ class Member:
             self.client = self.server.start(published.directory, published.has_weights)
             self.started_on = published.directory if published.has_weights else None
         else:
-            self.context = min(self.reached().rpc("jetrl_prepare", {}, self.push_timeout_s))
+            client = self.reached()
+            contexts = client.rpc("jetrl_prepare", {}, self.push_timeout_s)
+            if not all(isinstance(toks, int) for toks in contexts):
+                raise ValueError(f"{client.url} runs another version of jetrl-megatron: install the run's there")
+            self.context = min(contexts)
 
     def bring(self, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load a live server, unless it was started on these very weights, and admit it.

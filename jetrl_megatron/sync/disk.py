@@ -64,9 +64,9 @@ class DiskTransport:
         if pool is None:
             return None
         assert shares is not None
-        for error in shares:
-            if isinstance(error, OSError):
-                raise RunFailure(f"a pipeline stage could not write its weights: {error}")
+        for given in shares:
+            if isinstance(given, OSError):
+                raise RunFailure(f"a pipeline stage could not write its weights: {given}")
         expected = merge_shares(wire, [s for s in shares if s is not None], step)
         algorithm = algorithm_for(wire.device)
         published = Published(step=step, directory=final, has_weights=True, algorithm=algorithm, expected=expected.at_hand())
