@@ -82,10 +82,10 @@ class Member:
             self.started_on = published.directory if published.has_weights else None
         else:
             client = self.reached()
-            contexts = client.rpc("jetrl_prepare", {}, self.push_timeout_s)
-            if not all(isinstance(toks, int) for toks in contexts):
+            reports = client.rpc("jetrl_prepare", {}, self.push_timeout_s)
+            if not all(isinstance(report, dict) for report in reports):
                 raise ValueError(f"{client.url} runs another version of jetrl-megatron: install the run's there")
-            self.context = min(contexts)
+            self.context = min(report["context_toks"] for report in reports)
 
     def bring(self, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load a live server, unless it was started on these very weights, and admit it.
