@@ -4,6 +4,7 @@ The sections that say what runs and where, and `Recipe` itself, are in `config.p
 """
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from jetrl_megatron.choices import (
     MAX_SECONDS,
@@ -105,6 +106,13 @@ class VllmConfig:
             raise ValueError(
                 f"rollout.vllm.gpus has {len(self.gpus)} entries for rollout.vllm.servers={self.num_servers}; give one for each server"
             )
+        for gpus in self.gpus:
+            if len(gpus.split(",")) != self.tp:
+                raise ValueError(f"rollout.vllm.gpus gives a server {gpus!r} and rollout.vllm.tp is {self.tp}; name {self.tp} for each")
+        addresses = [_address(url) for url in self.urls]
+        for url, address in zip(self.urls, addresses, strict=True):
+            if addresses.count(address) > 1:
+                raise ValueError(f"rollout.vllm.urls names {url} and its port more than once; name every server once")
 
     @property
     def num_servers(self) -> int:
@@ -124,6 +132,18 @@ class VllmConfig:
                 "rollout.vllm.transport is nccl and rollout.engine is vllm_colocated: NCCL cannot join two processes on one GPU; use ipc "
                 "or disk, or rollout.engine=vllm_pool"
             )
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Return host and port of a server; raises ValueError for what is no such address, or has more to it."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or url.rstrip("/") != f"http://{parts.netloc}" or parts.username is not None:
+        raise ValueError(f"rollout.vllm.urls names {url!r}; an engine server is http://HOST:PORT, without a path, and speaks no TLS")
+    return host, port
 
 
 @dataclass(frozen=True, kw_only=True)

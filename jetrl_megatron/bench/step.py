@@ -29,7 +29,7 @@ from jetrl_megatron.actor.optimizer import ActorOptimizer, wrap_chunks
 from jetrl_megatron.actor.pipeline_step import PipelineStep
 from jetrl_megatron.actor.sides import FlowSides
 from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
-from jetrl_megatron.bench.timing import machine, positive, print_table, write_json
+from jetrl_megatron.bench.timing import machine, positive, print_table, require_cuda, write_json
 from jetrl_megatron.config import Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
 from jetrl_megatron.contracts import TrainBatch
 from jetrl_megatron.fp8 import resolve_backend
@@ -142,14 +142,12 @@ def _loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch) -> tuple
     return -(logp * batch.advantages_T * batch.loss_weight_T).sum(), {}
 
 
-def _timed(run: Callable[[], object], device: torch.device) -> float:
+def _timed(run: Callable[[], object]) -> float:
     """Milliseconds of one call, the device drained before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     start = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3
 
 
@@ -158,8 +156,7 @@ def time_arm(case: StepCase, precision: PrecisionConfig, ranks: parallel_state.R
     with megatron_scope(device):
         result = _time_built(case, TimedActor(case, precision, ranks, device), device)
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return result
 
 
@@ -171,13 +168,12 @@ def _time_built(case: StepCase, actor: TimedActor, device: torch.device) -> dict
         "quantise_weights_ms": actor.sides.refresh,
         "logprob_forward_ms": lambda: actor.steps.logprobs(batches),
     }
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    rows: list[dict[str, float]] = [{name: _timed(run, device) for name, run in runs.items()} for _ in range(case.repeats + 2)]
+    torch.cuda.reset_peak_memory_stats()
+    rows: list[dict[str, float]] = [{name: _timed(run) for name, run in runs.items()} for _ in range(case.repeats + 2)]
     medians = {name: statistics.median(row[name] for row in rows[2:]) for name in runs}
     spread = {f"{name}_spread": max(row[name] for row in rows[2:]) - min(row[name] for row in rows[2:]) for name in runs}
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    kernels = _kernel_times(actor, batches) if device.type == "cuda" else {}
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    kernels = _kernel_times(actor, batches)
     update = sum(medians[name] for name in ("forward_backward_ms", "optimizer_ms", "quantise_weights_ms"))
     longest = dict(list(kernels.items())[:LONGEST])
     return {"update_ms": update, **medians, **spread, "peak_gib": peak, "kernel_ms": _by_kind(kernels), "longest_kernels_ms": longest}
@@ -244,6 +240,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", default="", metavar="FILE")
     args = parser.parse_args(argv)
     arms = _arms(args.arms)
+    require_cuda("bench step")
     write_json(args.json, [])
     args.layers = args.layers or MODELS[args.model].num_layers
     device = local_device()
@@ -257,14 +254,13 @@ def main(argv: list[str]) -> int:
         micro_batches=args.micro_batches,
         repeats=args.repeats,
     )
-    where = machine() if device.type == "cuda" else {"device": "cpu"}
     asked = {key: value for key, value in vars(args).items() if key != "json"}
     records: list[dict[str, object]] = []
     for name, precision in arms.items():
         if ranks.is_logger:
             print(f"arm {name}: {case.arch.num_layers} layers, {case.micro_batches} micro-batches on {device}", file=sys.stderr, flush=True)
         result = time_arm(case, precision, ranks, device)
-        records.append({"bench": "step", "arm": name, **asked, **where, "ranks": ranks.world, "dp": ranks.dp, **result})
+        records.append({"bench": "step", "arm": name, **asked, **machine(), "ranks": ranks.world, "dp": ranks.dp, **result})
         if ranks.is_logger:
             write_json(args.json, records[-1:])  # at once: a later arm may fail
     if ranks.is_logger:

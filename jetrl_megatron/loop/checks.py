@@ -12,6 +12,7 @@ from conversion.architecture import ModelArchitecture
 from jetrl_megatron.config import Arm, Correction, Engine, Recipe
 from jetrl_megatron.contracts import Prompt
 from jetrl_megatron.data.prompts import PromptSet
+from jetrl_megatron.rollout.engine import check_vocabulary
 from jetrl_megatron.run.records import read_records
 from jetrl_megatron.run.run_dir import RunDir
 
@@ -26,11 +27,7 @@ def check_prompts(prompts: Iterable[Prompt], arch: ModelArchitecture) -> None:
                 f"prompt {prompt.id} has no tokens: its question is empty, or the model directory holds no tokenizer; mend the row, or set "
                 "model.tokenizer to a directory with one"
             )
-        if max(prompt.token_ids) >= arch.vocab_size:
-            raise ValueError(
-                f"prompt {prompt.id} has token id {max(prompt.token_ids)}, the model's vocabulary ends at {arch.vocab_size - 1}: "
-                "the tokenizer is not this model's; set model.tokenizer to the one it was trained with"
-            )
+        check_vocabulary(prompt, arch.vocab_size)
 
 
 def check_stop_ids(stop_ids: Iterable[object], arch: ModelArchitecture) -> None:

@@ -17,7 +17,7 @@ from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, 
 from jetrl_megatron.loop.colocated import Seat, replica_gpus, settle_vllm
 from jetrl_megatron.loop.replicas import is_replica_leader
 from jetrl_megatron.rollout.compat import check_engine, request_fields, vllm_version
-from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, MIN_KEY_CHARS
+from jetrl_megatron.rollout.vllm_auth import key_of_environment
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine
 from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
@@ -48,6 +48,7 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
         replica=actor.ranks.dp_rank,
         is_leader=is_replica_leader(),
         max_positions=actor.arch.max_positions,
+        vocab_size=actor.arch.vocab_size,
         slots=cfg.max_num_seqs,
         max_repeats=cfg.max_repeats,
         shares_device=colocated,
@@ -69,7 +70,10 @@ def check_vllm(recipe: Recipe, cfg: VllmConfig, actor: Actor) -> None:
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
-    check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
+    try:
+        check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
+    except ValueError as error:
+        raise ValueError(f"rollout.vllm.tp is {cfg.tp}: {error}") from error
     if recipe.rollout.engine is Engine.vllm_colocated and not on_cuda and actor.ranks.is_logger:
         _LOG.warning(
             "rollout.engine is vllm_colocated on a CPU: the servers go to sleep and wake as on GPUs, but there is nothing to release"
@@ -108,11 +112,9 @@ def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_di
         start_timeout_s=cfg.start_timeout_s,
         sleeps=recipe.rollout.engine is Engine.vllm_colocated,
     )
-    key = os.environ.get(KEY_VARIABLE, "") if cfg.urls else new_key()
-    if len(key) < MIN_KEY_CHARS:
-        raise ValueError(f"rollout.vllm.urls names servers, so {KEY_VARIABLE} must hold their key, of at least {MIN_KEY_CHARS} characters")
+    key = key_of_environment() if cfg.urls else new_key()
     servers = [VllmServer(number, spec, key, gpus[number]) for number in range(cfg.num_servers)]
-    clients = [EngineClient(url=url, key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
+    clients = [EngineClient(url=url.rstrip("/"), key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
     fp8 = fp8_modules(actor.arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
     limits = PoolLimits(request_timeout_s=cfg.request_timeout_s, push_timeout_s=cfg.push_timeout_s, max_restarts=cfg.max_restarts)
     return ServerPool(servers, clients, engine_config(actor.arch, fp8, source_dir), limits)

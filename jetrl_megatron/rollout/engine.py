@@ -33,7 +33,7 @@ class RolloutEngine(Protocol):
             seed: fixes every draw.
 
         Raises:
-            ValueError: when a request does not fit into the model's context; names prompt and lengths.
+            ValueError: when a request does not fit into the model's context or vocabulary; names prompt and value.
         """
         ...
 
@@ -51,13 +51,28 @@ class DrawsAhead(RolloutEngine, Protocol):
         ...
 
 
-def check_fits(request: Request, params: SamplingParams, max_positions: int) -> None:
-    """Raise ValueError naming prompt and lengths where a request does not fit into the model's context."""
+def check_fits(request: Request, params: SamplingParams, vocab_size: int, context: tuple[int, str]) -> None:
+    """Raise ValueError naming prompt and value where a request does not fit.
+
+    vocab_size: ids of the model. context: tokens that prompt and completion may have, and whose limit it is.
+    """
+    check_vocabulary(request.prompt, vocab_size)
+    max_positions, whose = context
     length = len(request.prompt.token_ids)
     if length < 1:
         raise ValueError(f"prompt {request.prompt.id} has no tokens; a prompt needs at least one")
     if length + params.max_new_toks > max_positions:
         raise ValueError(
-            f"prompt {request.prompt.id} has {length} tokens and max_new_toks is {params.max_new_toks}; together they exceed the "
-            f"model's context of {max_positions}: lower rollout.max_new_toks or data.max_prompt_toks"
+            f"prompt {request.prompt.id} has {length} tokens and max_new_toks is {params.max_new_toks}; together they exceed the context "
+            f"of {whose}, {max_positions}: lower rollout.max_new_toks or data.max_prompt_toks"
         )
+
+
+def check_vocabulary(prompt: Prompt, vocab_size: int) -> None:
+    """Raise ValueError naming prompt and id where the model has no embedding of a token."""
+    for token_id in (min(prompt.token_ids, default=0), max(prompt.token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"prompt {prompt.id} has token id {token_id}, the model's vocabulary ends at {vocab_size - 1}: "
+                "the tokenizer is not this model's; set model.tokenizer to the one it was trained with"
+            )

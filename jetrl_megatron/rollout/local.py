@@ -68,7 +68,7 @@ class LocalEngine:
         Raises RunFailure where logits are not finite.
         """
         for request in requests:
-            check_fits(request, params, self._actor.arch.max_positions)
+            check_fits(request, params, self._actor.arch.vocab_size, (self._actor.arch.max_positions, "the model"))
         for chunk in self._actor.chunks:
             chunk.eval()
         with megatron_scope(self._actor.device), self._actor.sides.use("rollout"):

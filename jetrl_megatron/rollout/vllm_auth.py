@@ -19,16 +19,13 @@ _Message = MutableMapping[str, Any]
 class RequireKey:
     """Middleware that vLLM loads by name (`--middleware jetrl_megatron.rollout.vllm_auth.RequireKey`).
 
-    app: the ASGI application behind it. Raises ValueError where the environment holds no key of at least 32 characters.
+    app: the ASGI application behind it. Raises ValueError where the environment holds no key; see `key_of_environment`.
     """
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         """Read the key from the environment."""
-        key = os.environ.get(KEY_VARIABLE, "")
-        if len(key) < MIN_KEY_CHARS:
-            raise ValueError(f"{KEY_VARIABLE} holds {len(key)} characters; an engine server needs a key of at least {MIN_KEY_CHARS}")
         self._app = app
-        self._digest = _digest(b"Bearer " + key.encode())
+        self._digest = _digest(b"Bearer " + key_of_environment().encode())
 
     async def __call__(
         self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: Callable[[_Message], Awaitable[None]]
@@ -45,6 +42,19 @@ class RequireKey:
     def _authorised(self, scope: _Message) -> bool:
         values = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._digest)
+
+
+def key_of_environment() -> str:
+    """Return the key that servers and run were given.
+
+    Raises ValueError where it is shorter than 32 characters, or has one that no HTTP header takes; the message does not show the key.
+    """
+    key = os.environ.get(KEY_VARIABLE, "")
+    if len(key) < MIN_KEY_CHARS:
+        raise ValueError(f"{KEY_VARIABLE} holds {len(key)} characters; an engine server needs a key of at least {MIN_KEY_CHARS}")
+    if not all("!" <= char <= "~" for char in key):
+        raise ValueError(f"{KEY_VARIABLE} holds a space, a line break or a character beyond ASCII; a key has none: remove it")
+    return key
 
 
 def _digest(value: bytes) -> bytes:

@@ -61,6 +61,8 @@ class EngineClient:
         """
         drawn = parse_completion(self._call("POST", GENERATE, self._body(prompt_ids, params, seed), timeout_s))
         stopped, num = drawn.finish_reason == "stop", len(drawn.token_ids)
+        if num > params.max_new_toks:
+            raise ValueError(f"{self.url} gave {num} tokens where {params.max_new_toks} were asked for")
         if stopped and drawn.token_ids[-1] not in params.stop_token_ids:
             raise ValueError(f"{self.url} ended a completion with token {drawn.token_ids[-1]}, no stop token of {params.stop_token_ids}")
         if not stopped and num != params.max_new_toks:
@@ -125,7 +127,10 @@ class EngineClient:
     def rpc(self, method: str, kwargs: Mapping[str, Any], timeout_s: float) -> list[Any]:
         """Call a method of every worker; returns their results."""
         answer = self._call("POST", "/collective_rpc", {"method": method, "kwargs": dict(kwargs), "timeout": timeout_s}, timeout_s)
-        return list(answer["results"])
+        results = answer.get("results")
+        if not isinstance(results, list):
+            raise ServerGone(f"{self.url}: {method} was answered without results: {str(answer)[:200]}")
+        return results
 
     def control(self, route: str, body: Mapping[str, Any] | None, timeout_s: float) -> None:
         """Post to a weight-update route, for example `/start_weight_update`."""
@@ -154,7 +159,8 @@ class EngineClient:
             answer = json.loads(text)
         except json.JSONDecodeError as error:
             raise ServerGone(f"{self.url}{path} answered something that is not JSON: {text[:100]!r}") from error
-        assert isinstance(answer, dict), (path, type(answer))
+        if not isinstance(answer, dict):
+            raise ServerGone(f"{self.url}{path} answered something that is no JSON object: {text[:100]!r}")
         return answer
 
 
@@ -173,16 +179,27 @@ def parse_completion(answer: Mapping[str, Any]) -> Drawn:
 
     Raises ServerGone where ids and log-probs do not keep step or the completion was aborted: never a completion that was patched up.
     """
+    try:
+        return _parsed(answer)
+    except (AttributeError, TypeError) as error:
+        raise ServerGone(f"the server answered something that is no completion ({error}): {str(answer)[:200]}") from error
+
+
+def _parsed(answer: Mapping[str, Any]) -> Drawn:
     choices = answer.get("choices") or []
     if len(choices) != 1:
         raise ServerGone(f"the server answered with {len(choices)} completions: {str(answer)[:200]}")
     choice = choices[0]
     ids, found = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
-    logprobs = [v for entry in found if (v := entry.get("logprob")) is not None and v > _NO_LOGPROB]
+    logprobs = [v for entry in found if (v := entry.get("logprob")) is not None and _NO_LOGPROB < v <= 0.0]
     named = [entry.get("token") for entry in found]
     reason = choice.get("finish_reason")
     if not ids or len(logprobs) != len(ids):
-        raise ServerGone(f"the server gave {len(ids)} token ids and {len(logprobs)} log-probs (finish reason {reason!r})")
+        raise ServerGone(
+            f"the server gave {len(ids)} token ids and {len(logprobs)} log-probs in ({_NO_LOGPROB:g}, 0] (finish reason {reason!r})"
+        )
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise ServerGone(f"the server gave token ids that are none: {ids[:4]}...")
     if named != [f"token_id:{i}" for i in ids]:
         raise ServerGone(f"the server's log-probs are of other tokens than those that it gave: {named[:4]}... and {ids[:4]}...")
     if reason not in ("stop", "length"):

@@ -86,6 +86,8 @@ class Place:
     """Whether this rank's requests count: one rank a replica."""
     max_positions: int
     """The model's context."""
+    vocab_size: int
+    """The model's."""
     slots: int
     """Requests that one server takes at a time."""
     max_repeats: int
@@ -150,8 +152,10 @@ class VllmEngine:
     def _dispatch(self, owners: list[tuple[int, Request]], params: SamplingParams, seed: int) -> dict[int, list[Completion]]:
         pool = self.pool
         assert pool is not None
+        context = (self._place.max_positions, "the model")
+        context = min(context, pool.shortest() or context)
         for _, request in owners:
-            check_fits(request, params, self._place.max_positions)
+            check_fits(request, params, self._place.vocab_size, context)
         if pool.asleep():
             raise RunFailure(f"the engine servers have slept since version {pool.version}: push weights before drawing")
 

@@ -5,6 +5,7 @@ an exception that says it is gone (ServerGone) or holds something else (WeightMi
 
     off -> starting -> [blank ->] ready <-> pushing          any -> starting (died, restarted) -> ... -> lost (restarted too often)
                                   ready -> asleep -> pushing          between `lay_down` and the next push
+             pushing -> blank, or asleep again                        refused, or verified to hold something else
 
 Invariant: a server becomes `ready` only by `admit`: verified against what was published, its KV cache awake, its prefix cache emptied. One
 that slept holds garbage: its weights are woken, loaded and verified before its KV cache is.
@@ -57,6 +58,10 @@ class Member:
     """The weights that it was started with, until it is verified."""
     problem: str = ""
     """Why it could not be brought back."""
+    context: int = 0
+    """Tokens of prompt and completion that a server found by its URL takes, 0 before it was asked; the run's own take the model's."""
+    holds: int = -1
+    """Step of the weights that it was last verified with."""
     laps: Laps = field(default_factory=Laps)
     """Of the last push or restart."""
 
@@ -76,20 +81,36 @@ class Member:
             self.client = self.server.start(published.directory, published.has_weights)
             self.started_on = published.directory if published.has_weights else None
         else:
-            self.reached().rpc("jetrl_prepare", {}, self.push_timeout_s)
+            client = self.reached()
+            reports = client.rpc("jetrl_prepare", {}, self.push_timeout_s)
+            if not all(isinstance(report, dict) for report in reports):
+                raise ValueError(f"{client.url} runs another version of jetrl-megatron: install the run's there")
+            self.context = min(report["context_toks"] for report in reports)
 
     def bring(self, published: Published, load: Load, left_out: Callable[[], None]) -> None:
         """Load a live server, unless it was started on these very weights, and admit it.
 
-        left_out: called where `load` is not. Raises ServerGone, and what `admit` raises.
+        left_out: called where `load` is not. Raises ServerGone, and what `load` and `admit` raise: it waits for another push then.
         """
-        client, awaited, self.laps = self.reached(), True, Laps()
+        self.laps = Laps()
+        with self.lock:
+            verified = self.state == "ready" and self.started_on == published.directory  # it came back a moment ago, on these weights
+            slept = self.state == "asleep"
+            self.state = "ready" if verified else "pushing"
+        if verified:
+            left_out()
+            return
         try:
-            with self.lock:
-                if self.state == "ready" and self.started_on == published.directory:
-                    return  # it came back a moment ago, on these weights, and is verified
-                slept = self.state == "asleep"
-                self.state = "pushing"
+            self._fill(published, load, left_out, slept)
+            self.admit(published, slept)
+        except (ValueError, RuntimeError):
+            self.become("asleep" if slept else "blank")
+            raise
+
+    def _fill(self, published: Published, load: Load, left_out: Callable[[], None], slept: bool) -> None:
+        """Wake the weights of a server that slept, and load them, unless it was started on them."""
+        client, awaited = self.reached(), True
+        try:
             if slept:
                 client.wake("weights", self.push_timeout_s)
             if self.started_on != published.directory:
@@ -102,7 +123,6 @@ class Member:
             if awaited:
                 left_out()
         self.started_on = None
-        self.admit(published, slept)
 
     def admit(self, published: Published, slept: bool = False) -> None:
         """Verify, wake the KV cache of a server that slept, empty the prefix cache and let the server serve.
@@ -117,7 +137,8 @@ class Member:
         client.reset_prefix_cache()
         client.resume()
         self.laps.lap("admit")
-        self.become("ready")
+        with self.lock:
+            self.state, self.holds = "ready", published.step
 
     def lay_down(self) -> None:
         """Put it to sleep; a server that does not answer is stopped, to free its memory, and started anew by the next push."""

@@ -3,9 +3,9 @@
 Enters: `Published` weights and a way to load them into one live server. Leaves: completions, each from a server that has reported the
 fingerprints of the pool's version. The states of one server and its way through them are in vllm_member.py.
 
-Invariants: only `ready` servers are given requests; the version moves when every server that is not `lost` is `ready` with it. A restarted
-server starts on the published directory, so it holds the current weights before its first request; where no weights lie on disk it stays
-`blank` until the next push. Servers that share the actor's GPUs sleep between `rest` and the next push.
+Invariants: only `ready` servers that hold the pool's version are given requests; the version moves when every server that is not `lost`
+is `ready` with it. A restarted server starts on the published directory, so it holds the current weights before its first request; where
+no weights lie on disk it stays `blank` until the next push. Servers that share the actor's GPUs sleep between `rest` and the next push.
 One process of the run owns the pool (global rank 0).
 """
 
@@ -88,22 +88,32 @@ class ServerPool:
 
     def ready(self) -> list[int]:
         """Return the servers that may serve; raises RunFailure with the causes where all are lost, or where the pool was closed."""
+        return [m.number for m in self._verified() if m.holds == self._version]
+
+    def _verified(self) -> list[Member]:
+        """Return the servers that are ready, if with the version that a push is bringing, or that a failed push has brought."""
         with self._lock:
             if self._closed:
                 raise RunFailure("the engine servers were stopped")
             if all(m.state == "lost" for m in self._members):
                 raise RunFailure("no engine server is left: " + "; ".join(f"server {m.number}: {m.problem}" for m in self._members))
-            return [m.number for m in self._members if m.state == "ready"]
+            return [m for m in self._members if m.state == "ready"]
 
     def blank(self) -> bool:
-        """Tell whether a server waits for weights that only a push by the actor can bring."""
+        """Tell whether a server waits for a push by the actor: it has no weights, or others than the pool's version."""
         with self._lock:
-            return any(m.state == "blank" for m in self._members)
+            return any(m.state == "blank" or (m.state == "ready" and m.holds != self._version) for m in self._members)
 
     def asleep(self) -> bool:
         """Tell whether `rest` was called and no push has come since."""
         with self._lock:
             return any(m.state == "asleep" for m in self._members)
+
+    def shortest(self) -> tuple[int, str] | None:
+        """Return the shortest context of the servers found by their URL, tokens, and whose it is; None where the run started all."""
+        with self._lock:
+            found = [(m.context, f"{m.client.url} (its --max-model-len)") for m in self._members if m.context and m.client is not None]
+        return min(found, default=None)
 
     def complete(self, number: int, prompt_ids: Sequence[int], params: SamplingParams, seed: int) -> Drawn:
         """Draw one completion on one server; see `EngineClient.complete`."""
@@ -147,7 +157,7 @@ class ServerPool:
             left_out()
         self._each(lambda m: m.state != "lost", lambda m: self._guarded(m, lambda: m.bring(published, load, left_out)))
         self._await_restarts()
-        laps.add(slowest(self._members[number].laps for number in self.ready()))
+        laps.add(slowest(member.laps for member in self._verified()))
         self._version, self.counts.push_s = published.step, laps.seconds
 
     def rest(self) -> None:

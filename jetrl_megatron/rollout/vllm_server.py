@@ -12,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,6 +124,8 @@ class VllmServer:
         self.number, self._spec, self._key, self._gpus = number, spec, key, gpus
         self._guard: subprocess.Popen[str] | None = None
         self._start_number = 0
+        self._stopping = threading.Lock()
+        """Held by `stop`: the thread that brings a server back may stop it while the pool closes."""
         self.pid = 0
         """Of the server's first process, 0 before the start."""
         self.client: EngineClient | None = None
@@ -183,7 +186,8 @@ class VllmServer:
     @property
     def alive(self) -> bool:
         """Whether the process runs (it may still be deaf)."""
-        return self._guard is not None and self._guard.poll() is None
+        guard = self._guard  # another thread may stop it between two looks
+        return guard is not None and guard.poll() is None
 
     def log_tail(self) -> str:
         """Return the end of the log."""
@@ -191,13 +195,14 @@ class VllmServer:
 
     def stop(self) -> None:
         """End the server and everything it has started; nothing happens where none runs."""
-        if self._guard is None:
-            return
-        assert self._guard.stdin is not None and self._guard.stdout is not None
-        self._guard.stdin.close()  # the guard kills the server's session
-        self._guard.wait(timeout=30.0)
-        self._guard.stdout.close()
-        self._guard, self.pid = None, 0
+        with self._stopping:
+            if self._guard is None:
+                return
+            assert self._guard.stdin is not None and self._guard.stdout is not None
+            self._guard.stdin.close()  # the guard kills the server's session
+            self._guard.wait(timeout=30.0)
+            self._guard.stdout.close()
+            self._guard, self.pid = None, 0
 
 
 def _free_port(host: str) -> int:

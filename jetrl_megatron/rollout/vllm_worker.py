@@ -34,8 +34,8 @@ from jetrl_megatron.rollout.vllm_plugin import registered
 class WeightReader:
     """Mixin of vLLM's worker."""
 
-    def jetrl_prepare(self) -> None:
-        """Make the device ready for the first request; called once behind the start.
+    def jetrl_prepare(self) -> dict[str, int]:
+        """Make the device ready for the first request; called once behind the start. Returns `context_toks` of the engine.
 
         Raises RuntimeError where the engine does not run the actor's operators, or was started with other numerics.
         """
@@ -46,6 +46,7 @@ class WeightReader:
             raise RuntimeError(f"the engine was started with other numerics than the run's: {'; '.join(unlike)}")
         self._jetrl_buffers = _buffers(worker_model(self))
         prepare_device()
+        return {"context_toks": int(cast(Any, self).model_config.max_model_len)}  # vLLM's route makes text of a bare number
 
     @torch.no_grad()
     def jetrl_load(self, bucket: dict[str, Any]) -> None:

@@ -19,13 +19,14 @@ from conversion.files import SafetensorsFile, ShardWriter, TensorSpec
 from conversion.targets import hf_index
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.contracts import WeightVersion
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.fingerprint import algorithm_for
 from jetrl_megatron.rollout.laps import Laps
 from jetrl_megatron.rollout.published import Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import RunGroup
 from jetrl_megatron.rollout.vllm_pool import ServerPool
-from jetrl_megatron.sync.transport import StageRecord, engine_config, merge_shares, write_model_files
+from jetrl_megatron.sync.transport import Share, StageRecord, engine_config, merge_shares, write_model_files
 from jetrl_megatron.sync.wire import StageWire
 
 
@@ -51,11 +52,21 @@ class DiskTransport:
         if self._group.rank == 0:
             partial.mkdir(mode=0o700, exist_ok=True)
         self._group.from_first(None)  # the directory is there
-        record = self._write_stage(wire, partial) if self._ranks.dp_rank == 0 else None
-        shares = self._group.to_first(None if record is None else record.share())
+        share: Share | OSError | None = None
+        if self._ranks.dp_rank == 0:
+            try:
+                share = self._write_stage(wire, partial)
+            except OSError as error:  # a full disk: rank 0 hears of it in the place of a share, for the others wait for its word
+                share = error
+        shares = self._group.to_first(share)
+        if isinstance(share, OSError):
+            raise share
         if pool is None:
             return None
         assert shares is not None
+        for given in shares:
+            if isinstance(given, OSError):
+                raise RunFailure(f"a pipeline stage could not write its weights: {given}")
         expected = merge_shares(wire, [s for s in shares if s is not None], step)
         algorithm = algorithm_for(wire.device)
         published = Published(step=step, directory=final, has_weights=True, algorithm=algorithm, expected=expected.at_hand())
@@ -70,21 +81,29 @@ class DiskTransport:
     def close(self) -> None:
         """Nothing is held between pushes; the directory stays for servers that come back."""
 
-    def _write_stage(self, wire: StageWire, partial: Path) -> StageRecord | None:
-        """Write this stage's file on its leader; the stage's other ranks take part in gathering."""
+    def _write_stage(self, wire: StageWire, partial: Path) -> Share | None:
+        """Write this stage's file on its leader and return its share; the stage's other ranks take part in gathering.
+
+        Raises OSError naming the file where there is no room, when the stage has gathered all the same.
+        """
         if not wire.receives:
             for _ in wire.stream():
                 raise AssertionError("a rank that does not receive got a tensor")
             return None
         record = StageRecord(wire, self._engine_tp)
         specs = [spec for target in wire.specs() for spec in tensor_specs(target)]
-        writer = ShardWriter(partial / stage_file(self._ranks.pp_rank, self._ranks.pp), specs, {"format": "pt"})
+        stream = record.watch(wire.stream())
         try:
-            for name, tensor in record.watch(wire.stream()):
-                writer.write(name, _bytes_of(tensor))
+            writer = ShardWriter(partial / stage_file(self._ranks.pp_rank, self._ranks.pp), specs, {"format": "pt"})
+            try:
+                for name, tensor in stream:
+                    writer.write(name, _bytes_of(tensor))
+            finally:
+                writer.close(sync=False)  # a crash of this machine ends the servers too; nothing else reads these files
         finally:
-            writer.close(sync=False)  # a crash of this machine ends the servers too; nothing else reads these files
-        return record
+            for _ in stream:  # where the disk is full: the stage's other ranks are in the middle of a gather
+                pass
+        return record.share()
 
     def _publish(self, wire: StageWire, partial: Path, final: Path) -> None:
         """Complete the directory and rename it to its place."""

@@ -51,6 +51,7 @@ class Publisher:
         """Bring every server to the actor's current weights and verify it; collective.
 
         Raises RuntimeError on every rank where it fails: rank 0's names the server and the tensors. The version then stays what it was.
+        A rank whose disk is full raises OSError naming the file.
         """
         laps = Laps()
         step = self._actor.version
@@ -62,7 +63,7 @@ class Publisher:
         failure: Exception | None = None
         try:
             done = self._transport.push(self._wire, self._pool, step, laps)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             if self._group.rank != 0:
                 raise
             failure = error

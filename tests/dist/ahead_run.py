@@ -53,6 +53,9 @@ class FakePool:
     def asleep(self) -> bool:
         return False
 
+    def shortest(self) -> None:
+        return None
+
     def ready(self) -> list[int]:
         if self.closed:
             raise RunFailure("the engine servers were stopped")

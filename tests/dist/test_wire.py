@@ -14,7 +14,7 @@ from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_stale
 from tests.dist.ipc_run import push as push_ipc
 from tests.dist.nccl_run import push as push_nccl
 from tests.dist.ranks import run_ranks
-from tests.dist.wire_run import push, push_once, stream_all
+from tests.dist.wire_run import push, push_once, push_to_a_full_disk, stream_all
 from tests.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -73,6 +73,18 @@ def test_pushes_one_after_another(models, tmp_path):
     assert failed.endswith("x differs") and kept == changed
     assert backwards == "version 1 would follow 2; versions only grow"
     assert left == ["v00000002", "v00000003"], "what the servers hold stays until its successor is verified"
+
+
+@pytest.mark.parametrize(("tp", "pp", "full"), [(2, 1, 0), (1, 2, 0), (1, 2, 1)])
+def test_a_full_disk_ends_the_push_on_every_rank_with_the_file(models, tmp_path, tp, pp, full):
+    """No rank is left in the middle of a gather; and with room the next push is a whole one."""
+    ends = run_ranks(push_to_a_full_disk, 2, str(models["qwen3"]), str(tmp_path / "w"), tp, pp, full)
+    file = "model.safetensors" if pp == 1 else f"model-0000{full + 1}-of-00002.safetensors"
+    cause = f"[Errno 28] No space left on device: '{file}'"
+    told = f"a pipeline stage could not write its weights: {cause}" if full else cause
+    assert ends[full][0] == [f"OSError: {cause}", "version 0"]
+    assert ends[1 - full][0] == [f"RunFailure: {told}" if full else f"RunFailure: rank 0: {told}", "version 0"]
+    assert ends[0][1] == ["v00000000"]
 
 
 def test_two_stages_write_one_checkpoint(models, tmp_path):

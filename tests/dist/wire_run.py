@@ -1,5 +1,6 @@
 """What one rank does in the wire tests: build an actor and stream its stage, or push a whole version to a directory."""
 
+import errno
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from conversion.architecture import ModelArchitecture
+from conversion.files import ShardWriter
 from jetrl_megatron.actor import parallel_state
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.actor.device import local_device
@@ -108,6 +110,34 @@ def push(hf_dir: str, root: str, tp: int, pp: int) -> list[Any]:
         out.append(str(error))
     out.append(sorted(p.name for p in Path(root).iterdir()))
     return out
+
+
+def push_to_a_full_disk(hf_dir: str, root: str, tp: int, pp: int, full: int) -> tuple[list[str], list[str]]:
+    """Push the model where rank `full` has room for three tensors, and once more with room for all; returns what it came to."""
+    actor = build(hf_dir, tp, pp, "k_complete", "jetrl")
+    group = RunGroup(60.0)
+    pool = FakePool() if group.rank == 0 else None
+    transport = DiskTransport(Path(root), Path(hf_dir), actor, group, engine_tp=1, timeout_s=10.0)
+    publisher = Publisher(actor, pool, transport, group)  # type: ignore[arg-type]
+    room, write = [3 if group.rank == full else 10**6], ShardWriter.write
+
+    def limited(writer: ShardWriter, name: str, data: Any) -> dict[str, Any]:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", writer.path.name)
+        return write(writer, name, data)
+
+    ShardWriter.write = limited  # type: ignore[method-assign]
+    out = []
+    for _ in range(2):
+        try:
+            out.append(f"version {publisher.push().step}")
+        except (OSError, RuntimeError) as error:
+            out.append(f"{type(error).__name__}: {error}")
+            if group.rank == full != 0:  # the word of rank 0, which a process that ends does not wait for
+                group.from_first(None)
+        room[0] = 10**6
+    return out, sorted(p.name for p in Path(root).iterdir())
 
 
 def push_once(hf_dir: str, root: str, tp: int, pp: int) -> Any:

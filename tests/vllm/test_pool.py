@@ -19,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conversion.architecture import read_config
 from conversion.cast import dequantize_bytes
 from jetrl_megatron.contracts import SamplingParams
 from jetrl_megatron.rollout.vllm_client import GENERATE, EngineClient, ServerGone
+from jetrl_megatron.rollout.vllm_pool import PoolLimits, ServerPool
 from jetrl_megatron.rollout.vllm_server import new_key
 from jetrl_megatron.rollout.vllm_verify import WeightMismatch
-from tests.vllm.engines import load_from_disk, make_pool, publish, verify, write_model
+from tests.vllm.engines import MAX_LEN, load_from_disk, make_pool, publish, verify, write_model
 
 ENGINE_NOISE = 0.5 if torch.cuda.is_available() else 0.15
 """Nats that BF16 (and on CUDA FP8 activations) may move a log-prob; temperature 0.3, top-k 20 or a repetition penalty move it by more."""
@@ -205,6 +207,16 @@ def test_a_request_that_the_server_refuses_is_no_dead_server(world):
     with pytest.raises(ValueError, match="answered 400"):
         world.pool.complete(0, PROMPT * 10, GREEDY, 0)
     assert world.client(0).healthy()
+
+
+def test_a_server_found_by_its_url_says_how_much_it_takes(world):
+    client = world.client(0)
+    limits = PoolLimits(request_timeout_s=120.0, push_timeout_s=120.0, max_restarts=0)
+    found = ServerPool([], [client], read_config(world.a), limits)
+    found.update(publish(world.a, 11), load_from_disk)
+    assert found.ready() == [0] and found.shortest() == (MAX_LEN, f"{client.url} (its --max-model-len)")
+    assert found.complete(0, PROMPT, GREEDY, 0) == world.pool.complete(1, PROMPT, GREEDY, 0)
+    assert world.pool.shortest() is None, "the run's own take what the model does"
 
 
 def status_of(url: str, verb: str, key: str | None, body: bytes = b"{}") -> int:

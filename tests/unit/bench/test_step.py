@@ -1,10 +1,28 @@
 """What a record of `bench step` says of the run that it was made in."""
 
 import pytest
+import torch
 
-from jetrl_megatron.bench import step
+from jetrl_megatron.bench import linear, quant, step
 
 
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The arms are not timed here."""
+    monkeypatch.setattr(step, "require_cuda", lambda what: None)
+    monkeypatch.setattr(step, "machine", lambda: {"gpu": "none"})
+
+
+@pytest.mark.parametrize("bench", [quant, linear, step])
+def test_without_a_gpu_nothing_is_timed_and_nothing_written(monkeypatch, tmp_path, bench):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(step.parallel_state, "initialize", lambda *args: pytest.fail("it was started"))
+    with pytest.raises(ValueError, match=rf"{bench.__name__.split('.')[-1]} times CUDA kernels and torch sees no CUDA device; run it on"):
+        bench.main(["--json", str(tmp_path / "x.jsonl")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("a_gpu")
 def test_a_record_names_the_layers_that_ran_and_no_path_of_the_machine(monkeypatch, tmp_path):
     times = ("update_ms", "forward_backward_ms", "optimizer_ms", "quantise_weights_ms", "logprob_forward_ms", "peak_gib")
     monkeypatch.setattr(step, "time_arm", lambda *args: {**dict.fromkeys(times, 1.0), "kernel_ms": {}})
@@ -16,6 +34,7 @@ def test_a_record_names_the_layers_that_ran_and_no_path_of_the_machine(monkeypat
     assert not any(str(tmp_path) in str(record) for record in found)
 
 
+@pytest.mark.usefixtures("a_gpu")
 def test_what_an_arm_measured_is_written_before_the_next_arm_starts(monkeypatch, tmp_path):
     out, begun = tmp_path / "x.jsonl", []
 

@@ -1,9 +1,15 @@
 """Which GPUs servers get, and what NCCL cannot join."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 
-from jetrl_megatron.config import Transport, VllmConfig
-from jetrl_megatron.loop.vllm_setup import server_gpus
+from conversion.architecture import ModelArchitecture
+from jetrl_megatron.config import Recipe, Transport, VllmConfig
+from jetrl_megatron.loop import vllm_setup
+from jetrl_megatron.loop.vllm_setup import check_vllm, server_gpus
+from tests.tiny_models import tiny_config
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +38,44 @@ def test_ipc_to_a_gpu_without_the_actor_is_refused():
     with pytest.raises(ValueError, match=r"ipc and there are servers on GPU 5, where no process of the actor runs"):
         server_gpus(VllmConfig(servers=2, gpus=["2", "5"], transport=Transport.ipc), 2)
     assert server_gpus(VllmConfig(servers=2, gpus=["2", "2"], transport=Transport.ipc), 2) == ["2", "2"]
+
+
+def test_a_tp_degree_that_the_model_cannot_be_cut_by_is_refused_by_its_key(monkeypatch):
+    monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
+    arch = ModelArchitecture.from_hf_config(tiny_config("qwen3").to_dict())
+    actor = SimpleNamespace(arch=arch, device=SimpleNamespace(type="cpu"))
+    check_vllm(Recipe(), VllmConfig(tp=2, transport=Transport.disk), actor)
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.tp is 3: tp=3 is illegal for this model: .*; TP degrees that work: 1, 2"):
+        check_vllm(Recipe(), VllmConfig(tp=3, transport=Transport.disk), actor)
+
+
+def test_a_server_of_several_gpus_is_given_as_many():
+    with pytest.raises(ValueError, match=r"gpus gives a server '5' and rollout\.vllm\.tp is 2; name 2 for each"):
+        VllmConfig(servers=2, tp=2, gpus=["2,3", "5"])
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://h:1",
+        "h:1",
+        "http://h",
+        "http://h:1/v1",
+        "http://h:1?a=b",
+        "http://h:99999",
+        "http://:1",
+        "http://u:p@h:1",
+        "http://h:x",
+        "",
+    ],
+)
+def test_an_address_that_is_none_of_a_server_is_refused_by_name(url):
+    """A path or the TLS of https would be dropped on the way, and the key go out in the clear to whoever answers."""
+    with pytest.raises(ValueError, match=rf"urls names {re.escape(repr(url))}; an engine server is http://HOST:PORT"):
+        VllmConfig(servers=0, urls=[url])
+
+
+def test_a_server_is_named_once():
+    VllmConfig(servers=0, urls=["http://h:1/", "http://h:2", "http://[::1]:1"])
+    with pytest.raises(ValueError, match="urls names http://H:1/ and its port more than once"):
+        VllmConfig(servers=0, urls=["http://H:1/", "http://h:1"])

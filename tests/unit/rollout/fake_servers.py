@@ -50,6 +50,8 @@ class FakeClient:
 
     def rpc(self, method, kwargs, timeout_s):
         self._need_life(method)
+        if method == "jetrl_prepare":
+            return [{"context_toks": 512}]
         self.asked = kwargs
         return [{"rank": 0, "held": {"w[0:1,0:1]": self.holds}, "unsigned_zeros": [], "changed_buffers": []}]
 

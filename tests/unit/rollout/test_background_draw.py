@@ -14,7 +14,7 @@ from jetrl_megatron.rollout.local import LocalEngine
 from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine
 
-PLACE = Place(replica=0, is_leader=True, max_positions=16, slots=1, max_repeats=5)
+PLACE = Place(replica=0, is_leader=True, max_positions=16, vocab_size=100, slots=1, max_repeats=5)
 PARAMS = SamplingParams(max_new_toks=4)
 REQUESTS = [Request(prompt=Prompt(id=f"p{i}", token_ids=(1,), text="", answer="", source=""), sample_index=0) for i in range(4)]
 
@@ -32,6 +32,9 @@ class FakePool:
 
     def asleep(self):
         return False
+
+    def shortest(self):
+        return None
 
     def ready(self):
         if self.failure is not None:
@@ -104,7 +107,7 @@ def test_without_any_server_it_waits_for_the_actor_and_says_which_tokens_are_new
         return drawn
 
     pool.complete = dying
-    engine._place = Place(replica=0, is_leader=True, max_positions=16, slots=3, max_repeats=5)
+    engine._place = Place(replica=0, is_leader=True, max_positions=16, vocab_size=100, slots=3, max_repeats=5)
     pool.states = ["ready", "lost"]
     draw = engine.begin(REQUESTS, PARAMS, seed=1)
     deadline = time.monotonic() + 20

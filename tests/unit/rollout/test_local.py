@@ -92,7 +92,7 @@ def test_truncated_logprobs_are_renormalised_over_the_kept_tokens(actor, samplin
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(actor):
-    with pytest.raises(ValueError, match=r"prompt p500 has 500 tokens and max_new_toks is 13; .* exceed the model's context of 512"):
+    with pytest.raises(ValueError, match=r"prompt p500 has 500 tokens and max_new_toks is 13; .* exceed the context of the model, 512"):
         draw(actor, [prompt(500)], SamplingParams(max_new_toks=13))
     with pytest.raises(ValueError, match="prompt p0 has no tokens"):
         draw(actor, [prompt(0)], SamplingParams(max_new_toks=1))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jetrl_megatron.contracts import SamplingParams
-from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, RequireKey
+from jetrl_megatron.rollout import vllm_auth
+from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE, RequireKey, key_of_environment
 from jetrl_megatron.rollout.vllm_client import EngineClient, ServerGone, parse_completion
 from jetrl_megatron.rollout.vllm_engine import request_seed
 from jetrl_megatron.rollout.vllm_server import ServerSpec, new_key, server_command, server_environment
@@ -53,6 +54,15 @@ def test_a_whole_completion_is_taken_as_it_is():
         answer(ids=(), logprobs=()),
         answer(reason="abort"),
         answer(logprobs=(-0.5, None)),
+        answer(logprobs=(-0.5, float("nan"))),
+        answer(logprobs=(-0.5, float("inf"))),
+        answer(logprobs=(-0.5, 0.25)),
+        answer(logprobs=(-0.5, "-0.5")),
+        answer(ids=(5, -6)),
+        answer(ids=("5", "6")),
+        {"choices": ["text"]},
+        {"choices": 3},
+        {"choices": [{"token_ids": [5], "logprobs": {"content": ["-0.5"]}, "finish_reason": "stop"}]},
         {"choices": [{"token_ids": [5], "logprobs": None, "finish_reason": "stop"}]},
         {"choices": []},
         {"error": "something else"},
@@ -68,6 +78,7 @@ def test_a_completion_whose_ids_and_logprobs_do_not_keep_step_is_no_result(broke
     [
         (answer(reason="length"), r"cut a completion off after 2 of 3 tokens, behind a prompt of 4.*--max-model-len"),
         (answer(reason="stop"), r"ended a completion with token 6, no stop token of \(7, 8\)"),
+        (answer(ids=(1, 2, 3, 8), logprobs=(-1.0,) * 4), r"gave 4 tokens where 3 were asked for"),
     ],
 )
 def test_a_completion_that_ends_where_the_run_would_not_end_it_is_refused(monkeypatch, given, said):
@@ -143,6 +154,11 @@ def test_a_server_that_somebody_else_started_is_told_what_it_lacks():
         with pytest.raises(ValueError, match=rf"answered 401: .*another key than {KEY_VARIABLE} holds here: start both with one$"):
             client.rpc("jetrl_prepare", {}, 5.0)
         assert not client.healthy(), "whoever has the port is no server of the run"
+    for strange in (b"[1]", b'"ok"', b"<html>"):
+        with answering(200, strange) as client, pytest.raises(ServerGone, match=r"answered something that is (no JSON object|not JSON)"):
+            client.complete([1], SamplingParams(max_new_toks=1, temperature=1.0), 1, 5.0)
+    with answering(200, b"{}") as client, pytest.raises(ServerGone, match=r"jetrl_prepare was answered without results: \{\}"):
+        client.rpc("jetrl_prepare", {}, 5.0)
     with answering(400, b"too long") as client, pytest.raises(ValueError, match=r"answered 400: b'too long'$"):
         client.complete([1], SamplingParams(max_new_toks=1, temperature=1.0), 1, 5.0)
 
@@ -241,3 +257,12 @@ def test_without_a_key_there_is_no_server(monkeypatch):
         monkeypatch.setenv(KEY_VARIABLE, value)
         with pytest.raises(ValueError, match="at least 32"):
             RequireKey(lambda *a: None)
+
+
+@pytest.mark.parametrize("strange", ["\n", "\r", " ", "\0", "é"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(monkeypatch, strange):
+    """http.client would name the header's value, which is the key, in its error."""
+    monkeypatch.setattr(vllm_auth.os, "environ", {KEY_VARIABLE: KEY + strange})
+    with pytest.raises(ValueError, match=rf"{KEY_VARIABLE} holds a space, a line break or .* ASCII") as refused:
+        key_of_environment()
+    assert KEY not in str(refused.value)

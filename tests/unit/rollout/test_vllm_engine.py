@@ -11,7 +11,7 @@ from jetrl_megatron.rollout.engine import Request
 from jetrl_megatron.rollout.vllm_client import Drawn, ServerGone
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine, request_seed
 
-PLACE = Place(replica=0, is_leader=True, max_positions=16, slots=2, max_repeats=1)
+PLACE = Place(replica=0, is_leader=True, max_positions=16, vocab_size=100, slots=2, max_repeats=1)
 PARAMS = SamplingParams(max_new_toks=4)
 
 
@@ -20,10 +20,13 @@ class FakePool:
 
     def __init__(self):
         self.version, self.waits, self.failures, self.seeds = 7, False, 0, []
-        self.sleeps, self.refuses = False, None
+        self.sleeps, self.refuses, self.short = False, None, None
 
     def blank(self):
         return self.waits
+
+    def shortest(self):
+        return self.short
 
     def asleep(self):
         return self.sleeps
@@ -84,12 +87,34 @@ def test_a_server_without_weights_is_pushed_to_before_anything_is_sent(made):
     assert not pool.waits
 
 
-@pytest.mark.parametrize(("length", "words"), [(13, "13 tokens and max_new_toks is 4.*context of 16"), (0, "has no tokens")])
+@pytest.mark.parametrize(("length", "words"), [(13, "13 tokens and max_new_toks is 4.*context of the model, 16"), (0, "has no tokens")])
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_sent(made, length, words):
     pool, engine = made
     with pytest.raises(ValueError, match=words):
         engine.generate(requests(2, length), PARAMS, seed=1)
     assert pool.seeds == []
+
+
+@pytest.mark.parametrize("strange", [100, -1])
+def test_a_token_that_the_model_does_not_have_is_refused_before_anything_is_sent(made, strange):
+    pool, engine = made
+    prompt = Prompt(id="p1", token_ids=(1, strange, 99), text="", answer="", source="")
+    with pytest.raises(ValueError, match=f"prompt p1 has token id {strange}, the model's vocabulary ends at 99: .*model.tokenizer"):
+        engine.generate([*requests(2), Request(prompt=prompt, sample_index=0)], PARAMS, seed=1)
+    assert pool.seeds == []
+
+
+def test_a_request_must_fit_into_the_context_of_servers_that_somebody_else_started(made):
+    pool, engine = made
+    pool.short = (8, "http://h:1 (its --max-model-len)")
+    engine.generate(requests(4), PARAMS, seed=1)
+    pool.seeds.clear()
+    with pytest.raises(ValueError, match=r"5 tokens .* exceed the context of http://h:1 \(its --max-model-len\), 8: lower"):
+        engine.generate(requests(2, 5), PARAMS, seed=1)
+    assert pool.seeds == []
+    pool.short = (999, "http://h:1")
+    with pytest.raises(ValueError, match="context of the model, 16"):
+        engine.generate(requests(13), PARAMS, seed=1)
 
 
 def test_servers_on_other_gpus_do_not_sleep(made):

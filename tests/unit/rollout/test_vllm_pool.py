@@ -105,7 +105,23 @@ def test_one_server_that_holds_something_else_keeps_the_version_where_it_was(poo
 
     with pytest.raises(WeightMismatch, match=r"server 1 does not hold version 1: rank 0: w\[0:1,0:1\] differs"):
         pool.update(published(1), forget_one)
-    assert pool.version == 0 and 1 not in pool.ready()
+    assert pool.version == 0 and pool.ready() == [], "the other server holds version 1, and the pool's is 0"
+    assert pool.blank(), "a draw pushes again before it sends anything"
+    pool.update(published(1), load)
+    assert pool.version == 1 and pool.ready() == [0, 1] and not pool.blank()
+
+
+def test_servers_that_refuse_a_load_wait_for_the_next(pool):
+    pool.update(published(0), load)
+
+    def refuse(client, what):
+        raise ValueError("answered 400")
+
+    with pytest.raises(ValueError, match="answered 400"):
+        pool.update(published(1), refuse)
+    assert pool.version == 0 and pool.ready() == [] and pool.blank()
+    pool.update(published(0), load)
+    assert pool.version == 0 and pool.ready() == [0, 1]
 
 
 def test_a_closed_pool_tells_a_draw_that_still_waits_for_a_server(pool):
@@ -118,5 +134,15 @@ def test_a_closed_pool_tells_a_draw_that_still_waits_for_a_server(pool):
 def test_a_server_found_by_its_url_is_loaded_and_verified_before_it_serves():
     client = FakeClient("something old")
     pool = ServerPool([], [client], {}, LIMITS)
+    client.url = "http://h:1"
     pool.update(published(4), load)
+    assert pool.shortest() == (512, "http://h:1 (its --max-model-len)")
     assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:3] == ["jetrl_prepare", "pause", "load"]
+
+
+def test_a_server_of_another_version_of_this_project_is_refused(monkeypatch):
+    client = FakeClient("something old")
+    client.url = "http://h:1"
+    monkeypatch.setattr(FakeClient, "rpc", lambda *call: [None])
+    with pytest.raises(ValueError, match="http://h:1 runs another version of jetrl-megatron: install"):
+        ServerPool([], [client], {}, LIMITS).update(published(4), load)

@@ -23,6 +23,22 @@ def test_a_server_that_dies_in_a_push_starts_anew_on_what_is_pushed(pool):
     assert pool.servers[0].starts == ["v0", "v1"] and pool.servers[0].client.holds == "weights 1"
 
 
+@pytest.mark.parametrize("dies_at", ["pause", "load", "jetrl_fingerprints", "reset", "resume"])
+def test_wherever_a_server_dies_in_a_push_no_other_waits_and_it_comes_back(pool, dies_at, monkeypatch):
+    pool.update(published(0), load)
+    old, plain = pool.servers[0].client, FakeClient._need_life
+
+    def need_life(client, event):
+        client.alive = client.alive and not (client is old and event == dies_at)
+        plain(client, event)
+
+    monkeypatch.setattr(FakeClient, "_need_life", need_life)
+    pool.update(published(1), load)
+    assert pool.servers[0].starts == ["v0", "v1"] and pool.servers[1].starts == ["v0"] and not old.alive
+    assert pool.version == 1 and pool.ready() == [0, 1] and not pool.blank()
+    assert [s.client.holds for s in pool.servers] == ["weights 1"] * 2
+
+
 def test_a_server_that_keeps_its_prefixes_does_not_serve_and_starts_anew(pool):
     """Prefixes computed with the old weights would be read with the new ones."""
     pool.update(published(0), load)

@@ -1,5 +1,6 @@
 """How a server is started again: on another port where its own was taken, into a log file that no other start has."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -115,3 +116,30 @@ def test_each_start_asks_for_a_port_anew(server_of, monkeypatch, tmp_path):
     server = server_of()
     assert server.start(tmp_path, True).url == "http://127.0.0.1:20002"
     assert server.log_tail() == "started with 20002"
+
+
+def test_a_server_that_two_threads_stop_is_stopped_once(server_of, monkeypatch, tmp_path):
+    """The run's end, and the thread that was bringing the server back and sees it die."""
+    server, ends, waits, failures = server_of(), threading.Event(), [], []
+    server.start(tmp_path, True)
+
+    def wait(guard, timeout):
+        waits.append(timeout)
+        assert ends.wait(5.0)
+
+    def stop():
+        try:
+            server.stop()
+        except AttributeError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(Guard, "wait", wait)
+    threads = [threading.Thread(target=stop, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.2)
+    ends.set()
+    for thread in threads:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert len(waits) == 1 and not failures and not server.alive

@@ -34,8 +34,7 @@ class Client(FakeClient):
 
     def wake(self, part, timeout_s):
         self._need_life(f"wake {part}")
-        assert part not in self.mapped
-        self.mapped.add(part)
+        self.mapped.add(part)  # what is awake stays as it is, as in vLLM
 
     def resume(self):
         super().resume()
@@ -110,7 +109,11 @@ def test_a_server_that_wakes_with_other_weights_gets_no_kv_cache_and_no_requests
 
     with pytest.raises(WeightMismatch, match="server 1 does not hold version 1"):
         pool.update(published(1), forget_one)
-    assert pool.version == 0 and 1 not in pool.ready() and pool.servers[1].client.mapped == {"weights"}
+    assert pool.version == 0 and pool.ready() == [] and pool.servers[1].client.mapped == {"weights"}
+    assert pool.asleep(), "no draw waits for it: it is refused"
+    pool.update(published(2), load)
+    assert pool.ready() == [0, 1] and pool.version == 2 and not pool.asleep()
+    assert pool.servers[1].client.mapped == {"weights", "kv_cache"} and pool.servers[1].client.asked["slept"]
 
 
 def test_a_server_that_lost_a_buffer_in_its_sleep_gets_no_requests(pool):
