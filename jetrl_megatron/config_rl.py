@@ -97,7 +97,7 @@ class VllmConfig:
         if self.num_servers + len(self.urls) < 1:
             raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
         if self.load is WeightLoad.in_place and self.transport is not Transport.nccl:
-            transport = "disk" if self.transport is None else self.transport.value
+            transport = "null" if self.transport is None else self.transport.value
             raise ValueError(
                 f"rollout.vllm.load is in_place and rollout.vllm.transport is {transport}: only what comes by nccl is written in place; "
                 "set rollout.vllm.transport=nccl, or rollout.vllm.load=reload"

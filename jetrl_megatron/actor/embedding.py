@@ -2,7 +2,8 @@
 
 Enters: token ids [1, T]; `NO_TOKEN` stands at padding. Leaves: [T/TP, 1, H] under sequence parallelism, else [1, T, H], BF16, zeros at
 padding; backwards, `main_grad[id_t] += dy_t` in FP32 for the T tokens. Megatron's own makes a dense BF16 gradient [V/TP, H] a micro-batch,
-in which the sum of a frequent token's rows is rounded, and adds it.
+in which the sum of a frequent token's rows is rounded, and adds it. Under deterministic algorithms CUDA sorts the ids and adds the rows of
+one token one after the other: it costs more where one token fills a micro-batch (not measured).
 Invariants: a row's bits are Megatron's; with torch's deterministic algorithms the sums are in one order, on CUDA too, without them CUDA
 adds in any; the weight's name and marks are Megatron's. Left out: weights tied to the head (model.py), exchange of gradients (Megatron's).
 
@@ -65,7 +66,7 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
         local, absent = (tensor.flatten() for tensor in ctx.saved_tensors)
         weight = ctx.weight_ref
-        dy_TH = grads[0].flatten(0, 1).float().masked_fill_(absent[:, None], 0.0)
+        dy_TH = grads[0].flatten(0, 1).float().masked_fill(absent[:, None], 0.0)
         # A token that is not here adds zeros, each to another row: all to one would be added one after the other.
         spread = torch.arange(local.numel(), device=local.device) % weight.shape[0]
 

@@ -49,13 +49,15 @@ class PolicyModel(GPTModel):
         super().__init__(config, **kwargs)
         if self.pre_process:
             self.embedding.word_embeddings = FlowEmbedding.in_place_of(self.embedding.word_embeddings, config)
-            # Megatron marks a weight that embedding and head share so that it adds what autograd brings. Here both add by themselves.
-            self.embedding.word_embeddings.weight.zero_out_wgrad = False
+            if self.share_embeddings_and_output_weights:
+                # Megatron marks a weight that embedding and head share so that it adds what autograd brings. Here both add by themselves.
+                self.embedding.word_embeddings.weight.zero_out_wgrad = False
 
     def _preprocess(self, *args: Any, input_ids: Tensor, packed_seq_params: PackedContext, **kwargs: Any) -> Any:
         """Embed, with zero rows at padding: every linear then sees zeros there, which add nothing to the amax of a wgrad group."""
-        padding = torch.arange(input_ids.shape[1], device=input_ids.device) >= packed_seq_params.num_real_toks
-        input_ids = input_ids.masked_fill(padding, NO_TOKEN)
+        if self.pre_process:
+            padding = torch.arange(input_ids.shape[1], device=input_ids.device) >= packed_seq_params.num_real_toks
+            input_ids = input_ids.masked_fill(padding, NO_TOKEN)
         return super()._preprocess(*args, input_ids=input_ids, packed_seq_params=packed_seq_params, **kwargs)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

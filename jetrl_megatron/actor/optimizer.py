@@ -90,7 +90,7 @@ class ActorOptimizer:
         """
         scale = self._clip_grad / (norm + 1e-6)
         gradients = [p.grad for part in self._parts() for p in part.get_parameters() if p.grad is not None]
-        if gradients and 0.0 < scale < 1.0:
+        if gradients and self._clip_grad > 0.0 and scale < 1.0:
             torch._foreach_mul_(gradients, scale)
 
     @property

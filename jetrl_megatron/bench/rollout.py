@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
-from jetrl_megatron.bench.sync import pushed
+from jetrl_megatron.bench.sync import pushed, wire_of
 from jetrl_megatron.bench.timing import positive
 from jetrl_megatron.contracts import Prompt, SamplingParams
 from jetrl_megatron.loop.setup import Session
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def measure(session: Session, args: argparse.Namespace) -> Record:
     """Push once, draw round after round, and push as often as asked."""
     assert session.publisher is not None
+    wire = wire_of(session) if args.pushes else None
     session.publisher.push()
     params = SamplingParams(max_new_toks=args.new_toks, temperature=session.recipe.rollout.temperature)
     seconds = []
@@ -61,7 +62,7 @@ def measure(session: Session, args: argparse.Namespace) -> Record:
         "prompt_toks": args.prompt_toks,
         "new_toks": args.new_toks,
     }
-    return record | (pushed(session, args.pushes) if args.pushes else {})
+    return record | (pushed(session, args.pushes, wire) if args.pushes else {})
 
 
 def make_requests(number: int, num_prompts: int, prompt_toks: int, vocab_size: int) -> list[Request]:

@@ -9,6 +9,7 @@ Checked: every push verifies every tensor.
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -22,6 +23,14 @@ from jetrl_megatron.rollout.laps import PARTS
 from jetrl_megatron.sync.wire import StageWire
 
 
+@dataclass(frozen=True)
+class Wire:
+    """The copy that a push is compared with, and its speed."""
+
+    name: str
+    bytes_a_s: float
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     options = parser("sync", "Seconds of a verified weight push, FP8 against BF16.")
@@ -32,12 +41,16 @@ def main(argv: Sequence[str]) -> int:
 def measure(session: Session, args: argparse.Namespace) -> Record:
     """Start the servers by a first push, then push again and again."""
     assert session.publisher is not None
+    wire = wire_of(session)
     session.publisher.push()
-    return {"start_s": session.publisher.seconds, **pushed(session, args.pushes)}
+    return {"start_s": session.publisher.seconds, **pushed(session, args.pushes, wire)}
 
 
-def pushed(session: Session, num_pushes: int) -> Record:
-    """Push `num_pushes` times to servers that run; the actor's version grows as it would with optimizer steps."""
+def pushed(session: Session, num_pushes: int, wire: Wire | None) -> Record:
+    """Push `num_pushes` times to servers that run; the actor's version grows as it would with optimizer steps.
+
+    wire: what `wire_of` gave before the servers started.
+    """
     publisher = session.publisher
     assert publisher is not None
     seconds, parts = [], []
@@ -56,18 +69,22 @@ def pushed(session: Session, num_pushes: int) -> Record:
         "pushes": num_pushes,
     }
     record |= {f"{part}_s": statistics.median(push.get(part, 0.0) for push in parts) for part in PARTS if part in parts[-1]}
-    if session.device.type == "cuda":
-        transport = settle_vllm(session.recipe, session.ranks.dp, on_cuda=True).transport
-        record |= wire_time(transport, num_bytes, record["push_s"])
+    if wire is not None:
+        wire_s = num_bytes / wire.bytes_a_s
+        record |= {"wire": wire.name, "wire_s": wire_s, "times_wire": record["push_s"] / wire_s}
     return record
 
 
-def wire_time(transport: Transport | None, num_bytes: int, push_s: float) -> Record:
-    """Return which copy stands for the wire of `transport`, the seconds of `num_bytes` by it, and how many times that a push took."""
-    link = link_bandwidth() if transport is Transport.nccl else None
+def wire_of(session: Session) -> Wire | None:
+    """Time a copy along the way of a push, on rank 0 and before a server takes its GPU's memory; None on other ranks and on a CPU."""
+    if session.device.type != "cuda" or not session.ranks.is_logger:
+        return None
+    nccl = settle_vllm(session.recipe, session.ranks.dp, on_cuda=True).transport is Transport.nccl
+    link = link_bandwidth() if nccl else None
+    if link is not None:
+        return Wire("copy between GPUs", link)
     # A copy within a GPU reads and writes each byte once: half of its traffic is what arrives.
-    wire_s = num_bytes / (link or copy_bandwidth() / 2)
-    return {"wire": "copy within a GPU" if link is None else "copy between GPUs", "wire_s": wire_s, "times_wire": push_s / wire_s}
+    return Wire("copy within a GPU", copy_bandwidth() / 2)
 
 
 def wire_bytes(wire: StageWire) -> int:

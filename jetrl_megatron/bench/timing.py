@@ -67,7 +67,7 @@ def copy_bandwidth(num_bytes: int = 1 << 30) -> float:
 
 
 def link_bandwidth(num_bytes: int = 1 << 28) -> float | None:
-    """Bytes a second of a copy from the current GPU to another that this process sees, the last one; None where it sees no other."""
+    """Bytes a second of a copy from the current GPU to the last other one that this process sees; None where it sees no other."""
     here, last = torch.cuda.current_device(), torch.cuda.device_count() - 1
     if last == 0:
         return None

@@ -107,6 +107,7 @@ def quantize_weight(
     codes_t = codes.transpose() if with_transpose else None
     if out is None:
         return codes, codes_t
+    assert (out[1] is None) != with_transpose, "with_transpose is not that of the former call"
     return out[0].copy_(codes), None if codes_t is None or out[1] is None else out[1].copy_(codes_t)
 
 

@@ -109,6 +109,7 @@ def rms_norm_backward(
     A row of dx depends on its rows of dy and x alone. dw is summed in FP32 by a fixed number of programs, whose sums are added in a
     fixed order: the same rows give the same bits on the same kind of device.
     """
+    assert weight.dtype is torch.bfloat16, weight.dtype
     dim = x.shape[-1]
     dx = x.new_empty(x.shape)
     if not x.numel():

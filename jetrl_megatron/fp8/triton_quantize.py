@@ -62,6 +62,7 @@ def quantize_weight(
     whole = w.shape[0] % GROUP == 0
     t_mode = BLOCKED if with_transpose and whole else NONE
     into, into_t = out or (None, None)
+    assert out is None or (into_t is None) != with_transpose, "with_transpose is not that of the former call"
     codes, codes_t = quantize_tiles(source, BLOCKED, t_mode, dtype=E4M3, scale_format=scale_format, row_out=into, t_out=into_t)
     assert codes is not None
     if with_transpose and not whole:

@@ -5,7 +5,8 @@ qkv_proj and gate_up_proj stacked, o and down cut along K, scales beside codes. 
 Why: vLLM's loader takes a layer's tensors into fresh memory, processes the layer again and copies it back. On CUDA the parameters of a
 dense model hold checkpoint bytes, those of block FP8 linears with FP32 scales too (`compat.held_weight`), so that one copy is all there is
 to do. Nothing is believed: behind a push the hash of every rectangle is compared, whichever way it came.
-A parameter of another dtype than the tensor, as of a layer that was packed at its first load, is refused.
+Rows that pad a vocabulary shard are not written: logits end before them. A parameter of another dtype than the tensor, as of a layer that
+was packed at its first load, is refused.
 Left out: how tensors get here (vllm_transfer.py).
 """
 
@@ -25,7 +26,8 @@ from jetrl_megatron.rollout.vllm_worker import fp8_linears, shifted
 class InPlaceWriter:
     """Where the canonical tensors of a model go in one engine rank.
 
-    model: vLLM's. arch: its dimensions. tp, rank: the engine's. Raises ValueError where a layer multiplies by a packed copy of its weight.
+    model: vLLM's. arch: its dimensions. tp, rank: the engine's. Raises ValueError where a layer is missing, or multiplies by a packed copy
+    of its weight.
     """
 
     def __init__(self, model: torch.nn.Module, arch: ModelArchitecture, tp: int, rank: int) -> None:
@@ -36,7 +38,10 @@ class InPlaceWriter:
             self._places |= {tensor.name: []} | ({tensor.scale_name: []} if tensor.fp8 else {})
         for stored, piece in engine_pieces(arch, tp, fp8)[rank]:
             stem, _, kind = stored.name.rpartition(".")
-            module: Any = model.get_submodule(stem)
+            try:
+                module: Any = model.get_submodule(stem)
+            except AttributeError as error:
+                raise ValueError(f"the engine's model has no {stored.name}, and the actor's has: their config.json differ") from error
             if hasattr(module, "cpu_linear"):
                 raise ValueError(f"{stem} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
             rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)

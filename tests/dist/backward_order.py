@@ -75,7 +75,7 @@ class Order:
     def _fp8_gather(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, outputs: Any, parts: Any, options: Any) -> Any:
             work = real(group, outputs, parts, options)
-            if not options.asyncOp:
+            if not options.asyncOp or work is None:
                 return work
             self.events.append("start gather")
             return _Work(self.events, "gather", work)

@@ -59,7 +59,11 @@ class Wire:
         def launched(group: Any, outputs: list[torch.Tensor], parts: list[torch.Tensor], options: Any) -> Any:
             self.launches += 1
             self.sent += [(str(part.dtype).removeprefix("torch."), part.numel() * part.element_size()) for part in parts]
-            return real_launch(group, outputs, parts, options)
+            work = real_launch(group, outputs, parts, options)
+            if options.asyncOp:
+                return work
+            work.wait()
+            return None  # as NCCL does
 
         real_launch = dist.ProcessGroup.allgather_into_tensor_coalesced
         with (

@@ -75,26 +75,32 @@ from jetrl_megatron.rollout import vllm_transfer
 from jetrl_megatron.rollout.vllm_plugin import IN_PLACE, register
 from jetrl_megatron.rollout.published import engine_pieces
 from conversion.architecture import ModelArchitecture
+from conversion.layout import fp8_modules
 from tests.unit.rollout.test_vllm_in_place import Engine, random_tensors
 from tests.tiny_models import tiny_config
 register()
 register()
 config = tiny_config("qwen3", num_hidden_layers=1).to_dict()
 arch = ModelArchitecture.from_hf_config(config)
-tensors, (pieces,) = random_tensors(arch, frozenset()), engine_pieces(arch, 1, frozenset())
+fp8 = fp8_modules(arch)
+tensors, (_, pieces) = random_tensors(arch, fp8), engine_pieces(arch, 2, fp8)
 model = Engine(pieces)
-settings = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), model_config=None)
+settings = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2), model_config=None)
 engine = WeightTransferEngineFactory.create_engine(SimpleNamespace(backend=IN_PLACE), settings, torch.device("cpu"), model)
 assert type(engine) is vllm_transfer.InPlaceNcclEngine
-vllm_transfer.worker_tp_rank = lambda: 0
+vllm_transfer.worker_tp_rank = lambda: 1
 seen = {}
 def receive(iterator, group, src, post_unpack_func, buffer_size_bytes, num_buffers, device):
-    seen.update(group=group, src=src, size=buffer_size_bytes)
-    for name, (shape, dtype) in iterator:
-        assert tensors[name].dtype is dtype and list(tensors[name].shape) == shape
-        post_unpack_func([(name, tensors[name])])
+    seen.update(group=group, src=src, size=buffer_size_bytes, calls=0)
+    described = list(iterator)
+    for batch in (described[i : i + 5] for i in range(0, len(described), 5)):
+        for name, (shape, dtype) in batch:
+            assert tensors[name].dtype is dtype and list(tensors[name].shape) == shape
+        seen["calls"] += 1
+        post_unpack_func([(name, tensors[name]) for name, _ in batch])
 nccl_engine.packed_nccl_broadcast_consumer = receive
-update = {"names": list(tensors), "dtype_names": ["bfloat16"] * len(tensors), "shapes": [list(t.shape) for t in tensors.values()]}
+update = {"names": list(tensors), "shapes": [list(t.shape) for t in tensors.values()]}
+update["dtype_names"] = [str(t.dtype).removeprefix("torch.") for t in tensors.values()]
 update |= {"packed": True, "packed_buffer_size_bytes": 1234, "config": config}
 torch.accelerator.synchronize = lambda: None
 try:
@@ -107,10 +113,22 @@ engine.model_update_group = "the group"
 engine.start_weight_update()
 engine.update_weights(update)
 engine.finish_weight_update()
-assert seen == {"group": "the group", "src": 0, "size": 1234}, seen
+batches = -(-len(tensors) // 5)
+assert seen == {"group": "the group", "src": 0, "size": 1234, "calls": batches}, seen
 assert torch.equal(model.get_parameter("model.norm.weight"), tensors["model.norm.weight"])
-q = tensors["model.layers.0.self_attn.q_proj.weight"]
-assert torch.equal(model.get_parameter("model.layers.0.self_attn.qkv_proj.weight")[: len(q)], q)
+for suffix in ("", "_scale_inv"):
+    q = tensors["model.layers.0.self_attn.q_proj.weight" + suffix]
+    half = q[len(q) // 2 :].float()
+    assert torch.equal(model.get_parameter("model.layers.0.self_attn.qkv_proj.weight" + suffix)[: len(half)].float(), half)
+deeper = tiny_config("qwen3", num_hidden_layers=2).to_dict()
+for bad, says in (({**update, "config": deeper}, "has no model.layers.1."), ({**update, "packed": False}, "packed")):
+    try:
+        engine.update_weights(bad)
+    except Exception as error:
+        assert says in str(error), error
+    else:
+        raise AssertionError("taken")
+assert seen["calls"] == batches, "the sender's bytes are taken to their end though nothing could be written"
 print("written")
 """
 
