@@ -2,7 +2,7 @@
 # The benches of the kinds in results/ on Hopper GPUs, one after the other; each has a time limit, and one that fails does not stop the others.
 # (The READMEs there have the exact commands of their tables.)
 #   bash tests/gpu/benches.sh OUT [NAME ...]     # names: those of the case below; default: all
-# OUT gets NAME.jsonl, NAME.txt and NAME.err. step-1gpu, quant and linear need one GPU, the others two; rollout and sync need vLLM 0.26 and this package
+# OUT gets NAME.jsonl, NAME.txt and NAME.err. step-1gpu, quant and linear need one GPU, the others two; rollout and sync* need vLLM 0.26 and this package
 # installed (pip install --no-deps --no-build-isolation -e .). `linear` times Transformer Engine and torchao where they are installed.
 # step-*-2seqs: two sequences of 8192 tokens a micro-batch, so that half as many launches and passes over main_grad come to a token.
 # Environment: PYTHON (python3), MODEL (qwen3-8b), LIMIT (seconds for one bench, 300).
@@ -27,7 +27,7 @@ run() {
     timeout "$limit" "$@" --json "$out/$name.jsonl" >"$out/$name.txt" 2>"$out/$name.err" || { code=1; echo "$name left with an error"; tail -5 "$out/$name.err"; }
     cut -c1-220 "$out/$name.txt" | tail -40
 }
-for name in ${@:-quant linear step-1gpu step-pp2 step-tp2 step-tp2-2seqs step-tp2-k_split step-dp2-2seqs rollout sync}; do
+for name in ${@:-quant linear step-1gpu step-pp2 step-tp2 step-tp2-2seqs step-tp2-k_split step-dp2-2seqs rollout sync sync-in_place}; do
     case $name in
     quant) run quant "$python" -m jetrl_megatron.bench quant ;;
     linear) run linear "$python" -m jetrl_megatron.bench linear --model "$model" --repeats 10 ;;
@@ -39,6 +39,7 @@ for name in ${@:-quant linear step-1gpu step-pp2 step-tp2 step-tp2-2seqs step-tp
     step-dp2-2seqs) run step-dp2-2seqs "${pair[@]}" --recompute full --micro-batches 4 "${step[@]}" "${two[@]}" ;;
     rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" "${server[@]}" --pushes 5 ;;
     sync) run sync "$python" -m jetrl_megatron.cli bench sync "$recipe" "${server[@]}" ;;
+    sync-in_place) run sync-in_place "$python" -m jetrl_megatron.cli bench sync "$recipe" rollout.vllm.load=in_place "${server[@]}" ;;
     *) echo "unknown bench $name"; code=2 ;;
     esac
 done
