@@ -2,8 +2,9 @@
 
 In the order the data flows:
 
-- `wire`: this rank's shards -> canonical (Hugging Face) tensors on the leader of each pipeline stage, gathered within TP only. The wire
-  format is the checkpoint format: `X.weight` E4M3 with `X.weight_scale_inv` FP32, or BF16; each receiver slices and packs for itself.
+- `wire`: this rank's shards -> canonical (Hugging Face) tensors on the leader of each pipeline stage, gathered within TP only, and put
+  together by `rectangles`. The wire format is the checkpoint format: `X.weight` E4M3 with `X.weight_scale_inv` FP32, or BF16; each
+  receiver slices and packs for itself.
 - `transport`: what every transport does, and what it may not do. `disk`: a directory that servers reload from (CPUs, far-away pools).
   `cuda`: NCCL through vLLM's weight-transfer API, to other GPUs. `ipc`: CUDA IPC to workers on the actor's own GPUs, several servers in
   step through `relay`.

@@ -5,7 +5,8 @@ Enters: the actor (its BF16 parameters and the weight cache of the rollout side)
 holds.
 
 TP ranks of one stage put the bytes of several parameters, scales with them, end to end into one buffer and gather it in one call; then the
-planner's copy operations (conversion.plan) place the rectangles. Nothing is gathered over pipeline stages or data-parallel ranks.
+planner's copy operations (conversion.plan) place the rectangles, merged where they can be (rectangles.py): a push is many small tensors,
+and the host's calls take longer than the copies. Nothing is gathered over pipeline stages or data-parallel ranks, nor with one TP rank.
 """
 
 from collections.abc import Iterator
@@ -21,9 +22,12 @@ from conversion.plan import CopyOp, TargetPlan, make_plan
 from conversion.shards import StoredTensor, hf_tensors, megatron_tensors, rank_key
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import LinearPrecision
+from jetrl_megatron.sync.rectangles import runs
 
 BUCKET_BYTES = 256 * 2**20
 _ALIGN = 16
+_Matrices = dict[tuple[int, str], tuple[Tensor, Tensor | None]]
+"""(model chunk, Megatron name) -> elements [rows, cols], or codes with their scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,7 @@ class StageWire:
         mine = {rank_key(ranks.pp_rank, t, v): (t, v) for t in range(layout.tp) for v in range(layout.vpp)}
         self._place, self._plan = mine, plan
         self._targets = [t for t in plan.targets if t.ops[0].source.location in mine]
+        self._runs = {t.target.name: runs(t.ops) for t in self._targets}
         self._own = {(mine[s.location][1], s.name): s for s in everything if s.location in mine and mine[s.location][0] == ranks.tp_rank}
 
     @property
@@ -110,15 +115,14 @@ class StageWire:
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Gather bucket after bucket and yield (name, tensor) on receiving ranks; nothing on others, which still take part.
 
-        Raises RuntimeError where a weight changed after it was quantised.
+        Every tensor is a copy. Raises RuntimeError where a weight changed after it was quantised.
         """
         for targets in self._buckets():
-            parts, buffer = self._fill(targets)
-            gathered = self._gather(buffer)
-            if gathered is None:
+            held = self._held(list(dict.fromkeys(self._source(op) for target in targets for op in target.ops)))
+            if held is None:
                 continue
             for target in targets:
-                yield from self._assemble(target, parts, gathered)
+                yield from self._assemble(target, held)
 
     def _buckets(self) -> Iterator[list[TargetPlan]]:
         """Cut the targets, in order, into lists of at most BUCKET_BYTES that no fused parameter crosses."""
@@ -141,32 +145,45 @@ class StageWire:
         """Return (model chunk, Megatron name) of an operation's source."""
         return self._place[op.source.location][1], op.source.name
 
-    def _fill(self, targets: list[TargetPlan]) -> tuple[dict[tuple[int, str], _Part], Tensor]:
-        """Put this rank's bytes of everything that `targets` are made of end to end."""
+    def _held(self, sources: list[tuple[int, str]]) -> list[_Matrices] | None:
+        """Return by TP rank what it holds of `sources`, on receiving ranks; None elsewhere."""
+        own = {source: self._local(self._own[source], *source) for source in sources}
+        if self._group.size() == 1:
+            return [own]
+        parts, buffer = self._fill(own)
+        gathered = self._gather(buffer)
+        return None if gathered is None else [{source: self._read(part, b) for source, part in parts.items()} for b in gathered]
+
+    def _fill(self, own: _Matrices) -> tuple[dict[tuple[int, str], _Part], Tensor]:
+        """Put this rank's bytes of everything end to end."""
         parts: dict[tuple[int, str], _Part] = {}
         pieces: list[tuple[int, Tensor]] = []
         end = 0
-        for source in dict.fromkeys(self._source(op) for target in targets for op in target.ops):
-            stored = self._own[source]
-            data, scales = self._local(stored, *source)
+        for source, (data, scales) in own.items():
             places = []
             for tensor in (data,) if scales is None else (data, scales):
                 raw = tensor.contiguous().reshape(-1).view(torch.uint8)
                 places.append(end)
                 pieces.append((end, raw))
                 end += -(-raw.numel() // _ALIGN) * _ALIGN
-            parts[source] = _Part(stored=stored, data_at=places[0], scale_at=places[-1])
+            parts[source] = _Part(stored=self._own[source], data_at=places[0], scale_at=places[-1])
         buffer = torch.empty(end, dtype=torch.uint8, device=self.device)
         for at, raw in pieces:
             buffer[at : at + raw.numel()] = raw
         return parts, buffer
 
+    def _read(self, part: _Part, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return codes and scales, or elements, of one parameter out of a rank's bytes."""
+        stored = part.stored
+        data = _view(buffer, part.data_at, *stored.rows_cols, torch.float8_e4m3fn if stored.fp8 else torch.bfloat16)
+        return data, _view(buffer, part.scale_at, *stored.scale_shape, torch.float32) if stored.fp8 else None
+
     def _local(self, stored: StoredTensor, chunk: int, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's elements, or codes and scales, of one parameter."""
+        """Return this rank's elements, or codes and scales, of one parameter, as matrices; a vector has one column."""
         parameter = self._actor.chunks[chunk].get_parameter(name)
         if not stored.fp8:
             assert tuple(parameter.shape) == stored.shape, (name, parameter.shape, stored.shape)
-            return parameter.detach(), None
+            return parameter.detach().view(stored.rows_cols), None
         linear = self._actor.chunks[chunk].get_submodule(name.removesuffix(".weight"))
         cache = linear.flow_sides["rollout"].cache
         assert cache is not None, name
@@ -176,10 +193,7 @@ class StageWire:
 
     def _gather(self, buffer: Tensor) -> list[Tensor] | None:
         """Return the buffers of all TP ranks on receiving ranks, None elsewhere."""
-        size = self._group.size()
-        if size == 1:
-            return [buffer]
-        buffers = [torch.empty_like(buffer) for _ in range(size)] if self.receives else None
+        buffers = [torch.empty_like(buffer) for _ in range(self._group.size())] if self.receives else None
         if self._everywhere:
             assert buffers is not None
             dist.all_gather(buffers, buffer, group=self._group)
@@ -187,21 +201,19 @@ class StageWire:
             dist.gather(buffer, buffers, dst=dist.get_global_rank(self._group, 0), group=self._group)
         return buffers
 
-    def _assemble(self, plan: TargetPlan, parts: dict[tuple[int, str], _Part], buffers: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _assemble(self, plan: TargetPlan, held: list[_Matrices]) -> Iterator[tuple[str, Tensor]]:
         """Yield one canonical tensor, and its scales where it is FP8."""
         target = plan.target
         dtype = torch.float8_e4m3fn if target.fp8 else torch.bfloat16
         out = torch.empty(target.rows_cols, dtype=dtype, device=self.device)
         scales = torch.empty(target.scale_shape, dtype=torch.float32, device=self.device) if target.fp8 else None
-        for op in plan.ops:
-            part, buffer = parts[self._source(op)], buffers[self._place[op.source.location][0]]
-            rows, cols = part.stored.rows_cols
-            data = _view(buffer, part.data_at, rows, cols, dtype)
-            out[slice(*op.target_rows), slice(*op.target_cols)] = data[slice(*op.source_rows), slice(*op.source_cols)]
+        for run in self._runs[target.name]:
+            op = run.first
+            data, grid = held[self._place[op.source.location][0]][self._source(op)]
+            run.copy(out, data)
             if scales is not None:
-                grid = _view(buffer, part.scale_at, *part.stored.scale_shape, torch.float32)
-                from_rows, from_cols, to_rows, to_cols = op.scale_ranges
-                scales[slice(*to_rows), slice(*to_cols)] = grid[slice(*from_rows), slice(*from_cols)]
+                assert grid is not None, op.source.name
+                run.copy(scales, grid, scales=True)
         yield target.name, out.view(target.shape)
         if scales is not None:
             yield target.scale_name, scales
