@@ -11,7 +11,6 @@ returns a function that waits and gives the result. The order that every linear 
 Invariants: sums are BF16, one collective each, so their bits are those of the same collective waited for at once; on CUDA waiting holds up
 the current stream and never the host; a started collective holds its tensors until it is waited for; every rank starts the same collectives
 in the same order.
-Copies move BF16 as 64-bit words: torch's kernels take one element a thread, and are several times slower with elements of two bytes.
 Left out: which linear exchanges what (actor/linears.py), how codes and scales travel (gather.py).
 
 Legend: T tokens, K input features of the whole X.
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.gather import gather_blocks, start_gather_blocks
+from jetrl_megatron.fp8.words import in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,15 +145,9 @@ def _all_to_all(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
 def _side_by_side(parts: torch.Tensor, size: int) -> torch.Tensor:
     """[size * R, C] -> [R, size * C]."""
-    return torch.cat(_in_words(parts, 1).chunk(size), dim=1).view(parts.dtype)
+    return torch.cat(in_words(parts).chunk(size), dim=1).view(parts.dtype)
 
 
 def _columns_apart(x: torch.Tensor, size: int) -> torch.Tensor:
     """[R, size * C] -> [size * R, C]."""
-    return torch.cat(_in_words(x, size).chunk(size, dim=1)).view(x.dtype)
-
-
-def _in_words(x: torch.Tensor, size: int) -> torch.Tensor:
-    """A BF16 matrix as 64-bit words, a view, where `size` parts of each row are whole words in memory; else x itself."""
-    whole = x.stride(1) == 1 and x.shape[1] % (4 * size) == 0 and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
-    return x.view(torch.int64) if whole and x.dtype is torch.bfloat16 else x
+    return torch.cat(in_words(x, size).chunk(size, dim=1)).view(x.dtype)

@@ -19,6 +19,7 @@ from torch import Tensor
 from conversion.architecture import ModelArchitecture
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import Span, hf_tensors
+from jetrl_megatron.fp8.words import copy_in_words
 from jetrl_megatron.rollout.published import engine_pieces, in_blocks
 from jetrl_megatron.rollout.vllm_worker import fp8_linears, shifted
 
@@ -65,5 +66,4 @@ class InPlaceWriter:
                 if place.dtype is not tensor.dtype:
                     raise ValueError(f"{name} is {tensor.dtype} and the parameter {place.dtype}: the arms of actor and server differ")
                 part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
-                assert part.shape == place.shape, (name, part.shape, place.shape)
-                place.copy_(part)
+                copy_in_words(place, part)

@@ -12,6 +12,7 @@ from torch import Tensor
 from conversion.layout import BLOCK
 from conversion.plan import CopyOp
 from conversion.shards import Span
+from jetrl_megatron.fp8.words import copy_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Run:
         """Copy between the two whole matrices, [rows, cols] of elements, or of scales of 128x128 blocks."""
         op, unit = self.first, BLOCK if scales else 1
         into = _strided(target, op.target_rows, op.target_cols, unit, self.count, self.target_step)
-        into.copy_(_strided(source, op.source_rows, op.source_cols, unit, self.count, self.source_step))
+        copy_in_words(into, _strided(source, op.source_rows, op.source_cols, unit, self.count, self.source_step))
 
 
 def runs(ops: Iterable[CopyOp]) -> tuple[Run, ...]:

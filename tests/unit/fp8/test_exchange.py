@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jetrl_megatron.fp8.exchange import _columns_apart, _in_words, _side_by_side
+from jetrl_megatron.fp8.exchange import _columns_apart, _side_by_side
 
 
 def matrix(rows: int, cols: int) -> torch.Tensor:
@@ -17,11 +17,3 @@ def test_columns_are_cut_and_put_together_whatever_their_width(rows: int, cols: 
     whole = torch.cat(parts, dim=1)
     assert torch.equal(_columns_apart(whole, size), torch.cat(parts))
     assert torch.equal(_side_by_side(torch.cat(parts), size), whole)
-
-
-def test_bf16_moves_in_words_where_memory_allows_it() -> None:
-    x = matrix(4, 32)
-    assert _in_words(x, 2).dtype is torch.int64
-    for other in (x[:, :12], matrix(4, 32).t(), matrix(4, 33)[:, :32], matrix(4, 40)[:, 2:34], x.float()):
-        assert _in_words(other, 2) is other
-        assert torch.equal(_columns_apart(other, 2), torch.cat(other.chunk(2, dim=1)))
