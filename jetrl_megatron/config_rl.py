@@ -66,7 +66,7 @@ class VllmConfig:
     transport: Transport | None = None
     """None is disk, or under `vllm_colocated` on CUDA ipc."""
     load: WeightLoad = WeightLoad.reload
-    """in_place takes transport nccl."""
+    """in_place takes transport nccl or ipc."""
     weights_dir: str = ""
     """Where the disk transport writes; empty is in the run directory. A memory file system is faster."""
     max_num_seqs: int = 128
@@ -96,11 +96,10 @@ class VllmConfig:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
         if self.num_servers + len(self.urls) < 1:
             raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
-        if self.load is WeightLoad.in_place and self.transport is not Transport.nccl:
-            transport = "null" if self.transport is None else self.transport.value
+        if self.load is WeightLoad.in_place and self.transport is Transport.disk:
             raise ValueError(
-                f"rollout.vllm.load is in_place and rollout.vllm.transport is {transport}: only what comes by nccl is written in place; "
-                "set rollout.vllm.transport=nccl, or rollout.vllm.load=reload"
+                "rollout.vllm.load is in_place and rollout.vllm.transport is disk, from where vLLM reloads: set rollout.vllm.transport="
+                "nccl (ipc where servers are colocated), or rollout.vllm.load=reload"
             )
         if self.gpus and len(self.gpus) != self.num_servers:
             raise ValueError(

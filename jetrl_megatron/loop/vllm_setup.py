@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,7 +106,7 @@ def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_di
         cuda_graphs=cfg.cuda_graphs and on_cuda,
         prefix_caching=cfg.prefix_caching,
         transport=cfg.transport.value,
-        in_place=cfg.load is WeightLoad.in_place,
+        in_place=cfg.load is WeightLoad.in_place and cfg.transport is Transport.nccl,
         power_of_two_scales=formats is ScaleFormat.ue8m0,
         on_cuda=on_cuda,
         log_dir=run_dir / "engines",
@@ -159,14 +160,14 @@ def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, so
     root = Path(cfg.weights_dir) if cfg.weights_dir else run_dir / "engine_weights"
     if cfg.transport is Transport.disk:
         return DiskTransport(root.absolute(), source_dir, actor, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+    options: dict[str, Any] = {"engine_tp": cfg.tp, "timeout_s": cfg.push_timeout_s, "in_place": cfg.load is WeightLoad.in_place}
     if cfg.transport is Transport.nccl:
         from jetrl_megatron.sync.cuda import NcclTransport
 
-        in_place = cfg.load is WeightLoad.in_place
-        return NcclTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s, in_place=in_place)
+        return NcclTransport(root.absolute(), source_dir, group, **options)
     from jetrl_megatron.sync.ipc import IpcTransport
 
-    return IpcTransport(root.absolute(), source_dir, group, engine_tp=cfg.tp, timeout_s=cfg.push_timeout_s)
+    return IpcTransport(root.absolute(), source_dir, group, **options)
 
 
 def _again(publisher: Publisher, device: torch.device) -> None:

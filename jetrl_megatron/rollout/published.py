@@ -90,6 +90,11 @@ def engine_pieces(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list
     return ranks
 
 
+def shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
+    """Return a canonical range where it lies in the stored tensor, `at` its first row or column there."""
+    return at, at + span[1] - span[0]
+
+
 class Fingerprints:
     """Collects the fingerprints of canonical tensors while they stream by, on one stream of the device; see `fingerprint.Hashing`.
 

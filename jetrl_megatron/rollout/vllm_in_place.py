@@ -7,7 +7,7 @@ dense model hold checkpoint bytes, those of block FP8 linears with FP32 scales t
 to do. Nothing is believed: behind a push the hash of every rectangle is compared, whichever way it came.
 Rows that pad a vocabulary shard are not written: logits end before them. A parameter of another dtype than the tensor, as of a layer that
 was packed at its first load, is refused.
-Left out: how tensors get here (vllm_transfer.py).
+Left out: how tensors get here (vllm_transfer.py over NCCL, vllm_worker.py by CUDA IPC).
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,7 @@ from conversion.architecture import ModelArchitecture
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import Span, hf_tensors
 from jetrl_megatron.fp8.words import copy_in_words
-from jetrl_megatron.rollout.published import engine_pieces, in_blocks
-from jetrl_megatron.rollout.vllm_worker import fp8_linears, shifted
+from jetrl_megatron.rollout.published import engine_pieces, in_blocks, shifted
 
 
 class InPlaceWriter:
@@ -67,3 +66,15 @@ class InPlaceWriter:
                     raise ValueError(f"{name} is {tensor.dtype} and the parameter {place.dtype}: the arms of actor and server differ")
                 part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
                 copy_in_words(place, part)
+
+
+def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
+    """Return the Hugging Face module names of the linears whose weights the engine holds as FP8 codes."""
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    found = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.float8_e4m3fn:
+            module = name.removesuffix(".weight")
+            stem, _, last = module.rpartition(".")
+            found |= {f"{stem}.{part}" for part in parts.get(last, (last,))}
+    return frozenset(found)

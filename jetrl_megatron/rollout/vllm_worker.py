@@ -27,7 +27,8 @@ from jetrl_megatron.rollout.compat import (
     worker_tp_rank,
 )
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
-from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name
+from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name, shifted
+from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter, fp8_linears
 from jetrl_megatron.rollout.vllm_plugin import registered
 
 
@@ -49,15 +50,23 @@ class WeightReader:
         return {"context_toks": int(cast(Any, self).model_config.max_model_len)}  # vLLM's route makes text of a bare number
 
     @torch.no_grad()
-    def jetrl_load(self, bucket: dict[str, Any]) -> None:
+    def jetrl_load(self, bucket: dict[str, Any], in_place: dict[str, Any] | None = None) -> None:
         """Load one bucket of whole canonical tensors from a buffer of the actor on this worker's GPU; see `rollout/bucket.py`.
 
-        The first one of a push readies the model for all, the last one completes it.
+        The first one of a push readies the model for all, the last one completes it. in_place: the model's config.json, as the actor reads
+        it, where weights are written into the parameters; None where vLLM's loader takes them.
         """
-        model = worker_model(self)
+        model, worker = worker_model(self), cast(Any, self)
+        if in_place is not None:
+            if bucket["first"]:
+                arch = ModelArchitecture.from_hf_config(in_place)
+                self._jetrl_writer = InPlaceWriter(model, arch, worker.parallel_config.tensor_parallel_size, worker_tp_rank())
+            self._jetrl_writer.write(open_bucket(bucket, worker.device))
+            torch.accelerator.synchronize()
+            return
         if bucket["first"]:
             begin_reload(model)
-        cast(Any, model).load_weights(open_bucket(bucket, cast(Any, self).device))
+        cast(Any, model).load_weights(open_bucket(bucket, worker.device))
         torch.accelerator.synchronize()
         if bucket["last"]:
             end_reload(model, self)
@@ -100,18 +109,6 @@ def _buffers(model: torch.nn.Module) -> dict[str, str]:
 
 def _changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-
-
-def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
-    """Return the Hugging Face module names of the linears whose weights the engine holds as FP8 codes."""
-    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    found = set()
-    for name, parameter in model.named_parameters():
-        if parameter.dtype is torch.float8_e4m3fn:
-            module = name.removesuffix(".weight")
-            stem, _, last = module.rpartition(".")
-            found |= {f"{stem}.{part}" for part in parts.get(last, (last,))}
-    return frozenset(found)
 
 
 class _Reader:
@@ -164,8 +161,3 @@ class _Reader:
             weight, unsigned = (embedding_rows(module), False) if name == EMBEDDING else held_weight(module, kind)
             self._last = (name, weight, unsigned)
         return self._last[1], self._last[2]
-
-
-def shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
-    """Return a canonical range where it lies in the stored tensor, `at` its first row or column there."""
-    return at, at + span[1] - span[0]

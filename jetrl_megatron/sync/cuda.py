@@ -39,10 +39,13 @@ class MemoryTransport:
     Servers are started and told names before the bytes; what they must hold comes behind the last byte, before the pool verifies it.
     """
 
-    def __init__(self, root: Path, source_dir: Path, group: RunGroup, *, engine_tp: int, timeout_s: float) -> None:
-        """root: gets config and tokenizer. source_dir: the run's HF directory. group: all ranks. engine_tp: of the servers."""
+    def __init__(self, root: Path, source_dir: Path, group: RunGroup, *, engine_tp: int, timeout_s: float, in_place: bool = False) -> None:
+        """root: gets config and tokenizer. source_dir: the run's HF directory. group: all ranks. engine_tp: of the servers.
+
+        in_place: the servers write into their parameters (rollout/vllm_in_place.py), for which they are told the model.
+        """
         self._root, self._source_dir, self._group = root, source_dir, group
-        self._engine_tp, self._timeout_s = engine_tp, timeout_s
+        self._engine_tp, self._timeout_s, self._in_place = engine_tp, timeout_s, in_place
 
     def _start(self, wire: StageWire, pool: ServerPool, step: int, laps: Laps) -> tuple[Published, list[EngineClient]]:
         """On rank 0: check the names, start what does not run, and tell the other ranks, which wait in `_started`, whether to send.
@@ -75,18 +78,10 @@ class MemoryTransport:
 
 
 class NcclTransport(MemoryTransport):
-    """Transport over one NCCL group of rank 0 and every engine rank of the pool.
-
-    in_place: the servers run the engine of rollout/vllm_transfer.py, which has to know the model. The rest as for MemoryTransport.
-    """
+    """Transport over one NCCL group of rank 0 and every engine rank of the pool."""
 
     _communicator: Any = None
     _members: tuple[str, ...] = ()
-
-    def __init__(self, *args: Any, in_place: bool = False, **kwargs: Any) -> None:
-        """Join nothing yet."""
-        super().__init__(*args, **kwargs)
-        self._in_place = in_place
 
     def close(self) -> None:
         """Leave the group; before the servers end, because a process that still holds it does not come to its end."""

@@ -24,13 +24,14 @@ class FakeClient:
     """A server whose worker is on the GPU of the actor's rank `gpu`; it dies at bucket number `dies_at`."""
 
     def __init__(self, gpu: int, dies_at: int = ALIVE) -> None:
-        self.gpu, self.dies_at, self.calls, self.held = gpu, dies_at, [], {}  # type: ignore[var-annotated]
+        self.gpu, self.dies_at, self.calls, self.held, self.told_of = gpu, dies_at, [], {}, []  # type: ignore[var-annotated]
 
     def rpc(self, method: str, kwargs: Any, timeout_s: float) -> list[Any]:
         told = kwargs["bucket"]
         if self.dies_at == (BEFORE if told["first"] else len(self.calls)):
             raise ServerGone("reset")
         self.calls.append((method, told["first"], told["last"]))
+        self.told_of.append(kwargs.get("in_place"))
         buffer = torch.from_file(told["handles"][f"gpu {self.gpu}"], size=ipc._BUFFER_BYTES, dtype=torch.uint8)
         for name, tensor in bucket.read_bucket(told, buffer):
             self.held[name] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -77,7 +78,9 @@ class Passes:
         yield from self._stream()
 
 
-def publisher_of(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> tuple[Publisher, FakePool | None]:
+def publisher_of(
+    hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int, in_place: bool = False
+) -> tuple[Publisher, FakePool | None]:
     """Return what pushes to one server a rank, on this rank, and the pool on rank 0."""
     actor = build(hf_dir, tp, 1, "k_complete", "jetrl")
     group = RunGroup(60.0)
@@ -91,7 +94,7 @@ def publisher_of(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: in
     pool = None
     if group.rank == 0:
         pool = FakePool([FakeClient(gpu, dies_at if gpu == 1 else ALIVE) for gpu in range(group.size)])
-    transport = ipc.IpcTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0)
+    transport = ipc.IpcTransport(Path(root) / "model", Path(hf_dir), group, engine_tp=1, timeout_s=10.0, in_place=in_place)
     return Publisher(actor, pool, transport, group, everywhere=True, shares_device=True), pool  # type: ignore[arg-type]
 
 
@@ -104,6 +107,13 @@ def push(hf_dir: str, root: str, tp: int, bucket_bytes: int, dies_at: int) -> An
     if pool is None:
         return version
     return version, pool.gone, [(client.calls, client.held) for client in pool.clients], pool.expected.by_rank
+
+
+def push_in_place(hf_dir: str, root: str) -> Any:
+    """Push to one server a rank that writes in place; returns on rank 0 what each bucket told each server of the model."""
+    publisher, pool = publisher_of(hf_dir, root, 2, 300_000, ALIVE, in_place=True)
+    publisher.push()
+    return None if pool is None else [client.told_of for client in pool.clients]
 
 
 def push_stale(hf_dir: str, root: str) -> Any:

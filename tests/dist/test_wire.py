@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from conversion.architecture import ModelArchitecture
 from conversion.convert import Target, convert
-from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_stale
+from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_in_place, push_stale
 from tests.dist.ipc_run import push as push_ipc
 from tests.dist.nccl_run import push as push_nccl
 from tests.dist.ranks import run_ranks
@@ -112,6 +112,12 @@ def test_ipc_brings_every_server_the_buffer_of_the_rank_on_its_gpu(models, tmp_p
         whole = [("jetrl_load", n == 0, n == number - 1) for n in range(number)]
         assert number > 3 and calls == (whole[: max(dies_at, 0)] if gpu in gone else whole)
         assert gpu in gone or held == wanted
+
+
+def test_servers_that_write_in_place_are_told_the_model_with_every_bucket(models, tmp_path):
+    told, _ = run_ranks(push_in_place, 2, str(models["qwen3"]), str(tmp_path))
+    wanted = ModelArchitecture.from_hf_directory(models["qwen3"])
+    assert [len(buckets) > 3 and {ModelArchitecture.from_hf_config(config) for config in buckets} == {wanted} for buckets in told] == [True, True]
 
 
 def test_a_push_by_ipc_that_fails_while_it_sends_keeps_the_version(models, tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from jetrl_megatron import train
-from jetrl_megatron.config import Engine, ParallelConfig, Recipe, RolloutConfig, Transport, VllmConfig
+from jetrl_megatron.config import Engine, ParallelConfig, Recipe, RolloutConfig, Transport, VllmConfig, WeightLoad
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.colocated import Seat, replica_gpus, settle_vllm
 
@@ -57,6 +57,19 @@ def test_settings_that_contradict_the_engine_are_refused_with_the_way_out(tmp_pa
     with pytest.raises(ValueError, match=says):
         load_recipe(path, ["rollout.engine=vllm_colocated", *words])
     load_recipe(path, ["rollout.engine=vllm_pool", *words])
+
+
+def test_what_lies_on_a_disk_is_reloaded_never_written_in_place():
+    refused = (
+        r"load is in_place and rollout\.vllm\.transport is disk.*set rollout\.vllm\.transport=nccl \(ipc.*or rollout\.vllm\.load=reload"
+    )
+    with pytest.raises(ValueError, match=refused):
+        VllmConfig(load=WeightLoad.in_place, transport=Transport.disk)
+    with pytest.raises(ValueError, match=refused):  # a pool's default
+        settled(recipe(Engine.vllm_pool, load=WeightLoad.in_place))
+    with pytest.raises(ValueError, match=refused):  # colocated on a CPU
+        settle_vllm(recipe(load=WeightLoad.in_place), 2, on_cuda=False)
+    assert settle_vllm(recipe(load=WeightLoad.in_place), 2, on_cuda=True).transport is Transport.ipc
 
 
 def seat(replica, stage, tp_rank, gpu, host="one"):

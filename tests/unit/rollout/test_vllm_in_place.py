@@ -1,14 +1,18 @@
 """Canonical tensors written into an engine rank's parameters: what the rank then reads back is what the actor hashed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import fp8_modules
 from conversion.names import SCALE_SUFFIX
+from jetrl_megatron.rollout import vllm_worker
+from jetrl_megatron.rollout.bucket import fill_buckets, read_bucket
 from jetrl_megatron.rollout.published import Fingerprints, engine_pieces
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
-from jetrl_megatron.rollout.vllm_worker import _Reader
+from jetrl_megatron.rollout.vllm_worker import WeightReader, _Reader
 from tests.tiny_models import tiny_config
 
 NAMES = ["model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
@@ -71,6 +75,29 @@ def test_every_rank_holds_its_rectangles_at_the_old_addresses(precision, tp, tie
             reader.read(stored, piece)
         assert reader.held(tied=False) == expected[rank]
         assert {name: parameter.data_ptr() for name, parameter in engine.named_parameters()} == places
+
+
+def test_a_worker_writes_buckets_in_place_where_it_is_told_the_model(monkeypatch):
+    config = tiny_config("qwen3", num_hidden_layers=2).to_dict()
+    arch = ModelArchitecture.from_hf_config(config)
+    fp8 = fp8_modules(arch)
+    tensors, (_, pieces) = random_tensors(arch, fp8), engine_pieces(arch, 2, fp8)
+    worker, engine, buffer = WeightReader(), Engine(pieces), torch.zeros(300_000, dtype=torch.uint8)
+    worker.device, worker.parallel_config = torch.device("cpu"), SimpleNamespace(tensor_parallel_size=2)
+    monkeypatch.setattr(vllm_worker, "worker_model", lambda worker: engine)
+    monkeypatch.setattr(vllm_worker, "worker_tp_rank", lambda: 1)
+    monkeypatch.setattr(vllm_worker, "open_bucket", lambda bucket, device: read_bucket(bucket, buffer))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(vllm_worker, "begin_reload", lambda model: pytest.fail("vLLM's loader has no part in it"))
+    number = 0
+    for bucket in fill_buckets(tensors.items(), buffer):
+        worker.jetrl_load(bucket, in_place=config)
+        number += 1
+    assert number > 3
+    wanted = Engine(pieces)
+    InPlaceWriter(wanted, arch, 2, 1).write(tensors.items())
+    held = dict(engine.named_parameters())
+    assert all(torch.equal(held[name].float(), parameter.float()) for name, parameter in wanted.named_parameters())
 
 
 def test_what_does_not_belong_there_is_refused_and_what_was_not_sent_stays():
