@@ -76,15 +76,18 @@ def pushed(session: Session, num_pushes: int, wire: Wire | None) -> Record:
 
 
 def wire_of(session: Session) -> Wire | None:
-    """Time a copy along the way of a push, on rank 0 and before a server takes its GPU's memory; None on other ranks and on a CPU."""
+    """Time a copy along the way of a push, on rank 0 and before a server takes its GPU's memory; None on other ranks and on a CPU.
+
+    Between GPUs it leaves a CUDA context of this process on the other one.
+    """
     if session.device.type != "cuda" or not session.ranks.is_logger:
         return None
     nccl = settle_vllm(session.recipe, session.ranks.dp, on_cuda=True).transport is Transport.nccl
     link = link_bandwidth() if nccl else None
-    if link is not None:
-        return Wire("copy between GPUs", link)
     # A copy within a GPU reads and writes each byte once: half of its traffic is what arrives.
-    return Wire("copy within a GPU", copy_bandwidth() / 2)
+    wire = Wire("copy within a GPU", copy_bandwidth() / 2) if link is None else Wire("copy between GPUs", link)
+    torch.cuda.empty_cache()
+    return wire
 
 
 def wire_bytes(wire: StageWire) -> int:

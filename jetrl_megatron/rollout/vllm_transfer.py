@@ -84,6 +84,7 @@ class InPlaceNcclEngine(nccl_engine.NCCLWeightTransferEngine):  # type: ignore[m
             num_buffers=update_info.packed_num_buffers,
             device=self.device,
         )
+        torch.cuda.empty_cache()  # the receiver makes new streams each time: their buffers would stay reserved for nobody
         if taking.failure is not None:
             raise taking.failure
 

@@ -54,7 +54,7 @@ class WeightReader:
         """Load one bucket of whole canonical tensors from a buffer of the actor on this worker's GPU; see `rollout/bucket.py`.
 
         The first one of a push readies the model for all, the last one completes it. in_place: the model's config.json, as the actor reads
-        it, where weights are written into the parameters; None where vLLM's loader takes them.
+        it, where weights are written into the parameters, from a copy of the bucket; None where vLLM's loader takes them.
         """
         model, worker = worker_model(self), cast(Any, self)
         if in_place is not None:
@@ -63,6 +63,8 @@ class WeightReader:
                 self._jetrl_writer = InPlaceWriter(model, arch, worker.parallel_config.tensor_parallel_size, worker_tp_rank())
             self._jetrl_writer.write(open_bucket(bucket, worker.device))
             torch.accelerator.synchronize()
+            if bucket["last"]:
+                del self._jetrl_writer
             return
         if bucket["first"]:
             begin_reload(model)

@@ -183,8 +183,8 @@ def _from_stages(wire: StageWire, own: Iterator[tuple[str, Tensor]]) -> Iterator
 def made_on(home: torch.cuda.Stream, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Make every tensor of `stream` on the CUDA stream `home`, whichever is current where it is taken; that one waits for it.
 
-    vLLM's sender takes tensors on two CUDA streams in turn, and a bucket of the wire outlives a turn: its bytes, put there on one, would be
-    read on the other, and its memory be used again, with nothing in between that waits.
+    vLLM's sender takes tensors on two CUDA streams in turn. The weights and their hashes belong to `home`, and a gathered bucket outlives a
+    turn: its bytes, put there on one, would be read on the other, and its memory be used again, with nothing in between that waits.
     """
     while True:
         with torch.cuda.stream(home):

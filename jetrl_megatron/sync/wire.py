@@ -115,7 +115,8 @@ class StageWire:
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Gather bucket after bucket and yield (name, tensor) on receiving ranks; nothing on others, which still take part.
 
-        Every tensor is a copy. Raises RuntimeError where a weight changed after it was quantised.
+        Every tensor is a copy; with one TP rank nothing is gathered, and it is made when it is taken: no weight may change before the end.
+        Raises RuntimeError where one had changed after it was quantised.
         """
         for targets in self._buckets():
             held = self._held(list(dict.fromkeys(self._source(op) for target in targets for op in target.ops)))
