@@ -19,8 +19,8 @@ from torch.nn import Module
 
 from jetrl_megatron.actor.device import accumulate_dtype
 from jetrl_megatron.actor.flash import attend
-from jetrl_megatron.actor.packed import PackedContext
-from jetrl_megatron.config import AttentionBackward, AttentionKernel
+from jetrl_megatron.actor.packed import PackedContext, with_zero_padding
+from jetrl_megatron.config import AttentionKernel
 
 
 def _grouped(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -71,13 +71,6 @@ class _CausalAttention(torch.autograd.Function):
         dq = _ungrouped(ds @ k_h, n) * ctx.scale
         dk = ds.transpose(1, 2) @ q_h
         return dq.to(q.dtype), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), None
-
-
-def _with_zero_padding(out: Tensor, num_real: int, total: int) -> Tensor:
-    """Give `total` rows: the first `num_real` of `out`, then zeros, whatever an attention made of the padding (a bias of v is not zero)."""
-    if num_real == total:
-        return out
-    return torch.cat((out[:num_real], out.new_zeros(total - num_real, *out.shape[1:])))
 
 
 def _decode(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -133,11 +126,9 @@ class CoreAttention(Module):
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, ctx: PackedContext) -> Tensor:
         """Every segment is a whole sequence from position 0; writes the cache when there is one."""
         if self.kernel is AttentionKernel.reference:
-            out = self._by_segment(query, key, value, ctx)
+            out = with_zero_padding(self._by_segment(query, key, value, ctx), ctx.num_real_toks, query.shape[0])
         else:
             out = attend(query, key, value, ctx, self.scale, self.kernel, self.backward_kernel)
-        if self.backward_kernel is not AttentionBackward.cudnn:
-            out = _with_zero_padding(out, ctx.num_real_toks, query.shape[0])
         if ctx.cache is not None and ctx.slots_S is not None:
             keys, values = ctx.cache.layer(self.layer_number, key, value)
             for (a, b), slot in zip(ctx.segments, ctx.slots_S.tolist(), strict=True):
@@ -159,4 +150,4 @@ class CoreAttention(Module):
         values[ctx.slots_S, ctx.positions_T[:num]] = value[:num].to(values.dtype)
         bound = ctx.num_positions
         out = _decode(query[:num], keys[ctx.slots_S, :bound], values[ctx.slots_S, :bound], ctx.lengths_S, self.scale)
-        return _with_zero_padding(out, num, query.shape[0])
+        return with_zero_padding(out, num, query.shape[0])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.actor.flash_backward import Operands, Segment, flash2_backward, segment_backward
-from jetrl_megatron.actor.packed import PackedContext
+from jetrl_megatron.actor.packed import PackedContext, with_zero_padding
 from jetrl_megatron.config import AttentionBackward, AttentionKernel
 
 _FLASH3 = "vllm.vllm_flash_attn"
@@ -80,22 +80,23 @@ def _cudnn_obstacle(forward: AttentionKernel, head_dim: int, deterministic: bool
 def attend(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedContext, scale: float, kernel: AttentionKernel, backward: AttentionBackward
 ) -> Tensor:
-    """Attend within every segment and, but for `cudnn`, within the padding: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D].
+    """Attend within every segment: query [T, Hq, D], key and value [T, Hkv, D] -> [T, Hq, D]; padding is zeros and passes no gradient on.
 
-    packed: of T positions, not decoding. kernel, backward: resolved. With `cudnn` the padding's rows are zeros and pass no gradient on.
+    packed: of T positions, not decoding. kernel, backward: resolved.
     """
     bounds, longest = packed.cu_seqlens, packed.num_positions
     assert bounds is not None, "a decoding step has no bounds"
     q, k, v = (x.contiguous() for x in (query, key, value))
     if kernel is AttentionKernel.flash3:
         by_segment = packed.segments if backward is AttentionBackward.cudnn else None
-        return _Flash3.apply(q, k, v, bounds, longest, scale, by_segment)
+        out = _Flash3.apply(q, k, v, bounds, longest, scale, by_segment)
+        return out if by_segment is not None else with_zero_padding(out, packed.num_real_toks, len(q))
     from torch.nn.attention.varlen import varlen_attn
 
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor), type(out)
-    return out
+    return with_zero_padding(out, packed.num_real_toks, len(q))
 
 
 @cache

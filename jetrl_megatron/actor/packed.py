@@ -95,3 +95,10 @@ def packed_context(lengths: list[int], total: int, device: torch.device) -> tupl
         num_positions=max([1, total - starts[-1], *lengths]),
     )
     return context, positions
+
+
+def with_zero_padding(out: Tensor, num_real: int, total: int) -> Tensor:
+    """Give `total` rows: the first `num_real` of `out`, then zeros, whatever an attention made of the padding (a bias of v is not zero)."""
+    if num_real == total:
+        return out
+    return torch.cat((out[:num_real], out.new_zeros(total - num_real, *out.shape[1:])))
