@@ -31,7 +31,7 @@ def values_of_one_rank() -> tuple[torch.Tensor, ...]:
 def test_two_ranks_agree_with_each_other_and_with_one() -> None:
     (one,), both = run_ranks(values_of_one_rank, 1), run_ranks(values_of_one_rank, 2)
     assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
-    # FP32 in another order of summation; twice the bound of test_fused_logprobs.py.
+    # FP32 in another order of summation; twice the bound of test_triton_logprobs.py.
     for got, want in zip(both[0][:2], one[:2], strict=True):
         assert torch.allclose(got, want, rtol=2**-22, atol=8e-6)
     assert torch.allclose(both[0][2] + both[1][2], one[2], rtol=2**-6, atol=2**-7 * float(one[2].abs().max()))

@@ -1,6 +1,6 @@
 """Log-probs of the lm_head on a Hopper GPU at a real vocabulary: values, gradients, bits, host questions, memory, and time.
 
-Bounds: those of tests/unit/actor/test_fused_logprobs.py with 75 steps a lane and the GPU's exponential, whose error of about 2^-22 is not
+Bounds: those of tests/unit/actor/test_triton_logprobs.py with 75 steps a lane and the GPU's exponential, whose error of about 2^-22 is not
 random: 1e-5 for log-prob and entropy beside 2^-23 of the log-prob. Values are compared on the GEMM's own FP32 logits, taken to float64.
 """
 
