@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.gather import gather_blocks, start_gather_blocks
-from jetrl_megatron.fp8.words import in_words
+from jetrl_megatron.fp8.words import columns_apart, side_by_side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class InputExchange:
         else:
             size = self.group.size()
             if self.axis == 1:
-                summands = [_columns_apart(dx_TK, size)]
+                summands = [columns_apart(dx_TK, size)]
             rows, cols = summands[0].shape
             total = dx_TK.new_empty((rows // size, cols))
             work = dist.reduce_scatter_tensor(total, summands[0], group=self.group, async_op=True)
@@ -107,7 +107,7 @@ class InputExchange:
             if work is not None:
                 work.wait()
             parts.clear()  # held until here: the collective reads them
-            return whole if axis == 0 else _side_by_side(whole, size)
+            return whole if axis == 0 else side_by_side(whole, size)
 
         return wait
 
@@ -129,11 +129,11 @@ class _ColumnsForTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_TN: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return _side_by_side(_all_to_all(y_TN.contiguous(), group), group.size())
+        return side_by_side(_all_to_all(y_TN.contiguous(), group), group.size())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(_columns_apart(grads[0], ctx.group.size()), ctx.group), None
+        return _all_to_all(columns_apart(grads[0], ctx.group.size()), ctx.group), None
 
 
 def _all_to_all(parts: torch.Tensor, group: Any) -> torch.Tensor:
@@ -141,13 +141,3 @@ def _all_to_all(parts: torch.Tensor, group: Any) -> torch.Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
-
-
-def _side_by_side(parts: torch.Tensor, size: int) -> torch.Tensor:
-    """[size * R, C] -> [R, size * C]."""
-    return torch.cat(in_words(parts).chunk(size), dim=1).view(parts.dtype)
-
-
-def _columns_apart(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[R, size * C] -> [size * R, C]."""
-    return torch.cat(in_words(x, size).chunk(size, dim=1)).view(x.dtype)

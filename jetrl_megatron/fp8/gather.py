@@ -42,6 +42,7 @@ from jetrl_megatron.config import LinearPrecision, SavedActivation
 from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
+from jetrl_megatron.fp8.words import side_by_side
 
 WORD = torch.int32
 """What four codes, or a scale, travel as. No float: to torch's NaN check of collectives (TORCH_NCCL_NAN_CHECK) some codes look like NaN."""
@@ -91,8 +92,10 @@ def _start(x: BlockScaled, axis: int, group: Any, *, async_ops: bool) -> Callabl
             work.wait()
         parts.clear()  # held until here: the collective reads them
         codes, scales = wholes
-        data = _joined(codes, axis, size).view(x.data.dtype)
-        scale = _joined(scales.view(torch.float32), 1 - axis if by_column else axis, size)
+        scales = scales.view(torch.float32)
+        # The parts lie one behind the other: along axis 0 that is the whole, and for scales stored by column along axis 1.
+        data = (codes if axis == 0 else side_by_side(codes, size)).view(x.data.dtype)
+        scale = scales if axis == int(by_column) else side_by_side(scales, size)
         if by_column:
             rows = scale.shape[1]
             scale = F.pad(scale, (0, leading_rows(rows) - rows)).t()[:rows] if rows % 4 else scale.t()
@@ -106,8 +109,3 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     rows, cols = codes.shape
     codes = codes.contiguous()
     return codes.view(WORD) if codes.stride(0) == cols else codes.view(-1).view(WORD).view(rows, cols // 4)
-
-
-def _joined(parts: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """Parts [R, C] one behind the other, [size * R, C]: as they are along axis 0, side by side [R, size * C], a copy, along axis 1."""
-    return parts if axis == 0 else torch.cat(parts.chunk(size), dim=1)

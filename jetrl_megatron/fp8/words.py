@@ -4,7 +4,7 @@ Enters: tensors of BF16, FP8 or other elements below 8 bytes, any strides. Leave
 memory. The bytes are the same either way.
 """
 
-from torch import Tensor, int64
+from torch import Tensor, cat, int64
 
 
 def in_words(x: Tensor, parts: int = 1) -> Tensor:
@@ -23,3 +23,13 @@ def copy_in_words(target: Tensor, source: Tensor) -> None:
         into.copy_(words)
     else:
         target.copy_(source)
+
+
+def side_by_side(parts: Tensor, size: int) -> Tensor:
+    """`size` matrices one behind the other, [size * R, C], put side by side: [R, size * C], a copy."""
+    return cat(in_words(parts).chunk(size), dim=1).view(parts.dtype)
+
+
+def columns_apart(x: Tensor, size: int) -> Tensor:
+    """The way back: [R, size * C] -> [size * R, C]."""
+    return cat(in_words(x, size).chunk(size, dim=1)).view(x.dtype)

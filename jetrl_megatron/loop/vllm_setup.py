@@ -106,7 +106,7 @@ def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_di
         cuda_graphs=cfg.cuda_graphs and on_cuda,
         prefix_caching=cfg.prefix_caching,
         transport=cfg.transport.value,
-        in_place=cfg.load is WeightLoad.in_place and cfg.transport is Transport.nccl,
+        in_place=cfg.load is WeightLoad.in_place,
         power_of_two_scales=formats is ScaleFormat.ue8m0,
         on_cuda=on_cuda,
         log_dir=run_dir / "engines",

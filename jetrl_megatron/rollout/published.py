@@ -90,6 +90,11 @@ def engine_pieces(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list
     return ranks
 
 
+def rectangle(x: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+    """Return rows and columns of a matrix, or rows of a vector, as a view."""
+    return x[slice(*rows)] if x.dim() == 1 else x[slice(*rows), slice(*cols)]
+
+
 def shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
     """Return a canonical range where it lies in the stored tensor, `at` its first row or column there."""
     return at, at + span[1] - span[0]
@@ -118,7 +123,7 @@ class Fingerprints:
             rows, cols = (in_blocks(piece.rows), in_blocks(piece.cols)) if is_scale else (piece.rows, piece.cols)
             key = rectangle_name(name, rows, cols)
             if key not in self._hashing:
-                part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
+                part = rectangle(tensor, rows, cols)
                 self._hashing.add(key, part)
                 self._note_negative_zeros(key, part)
             self._keys[rank].append(key)

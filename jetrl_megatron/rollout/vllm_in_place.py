@@ -20,7 +20,7 @@ from conversion.architecture import ModelArchitecture
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import Span, hf_tensors
 from jetrl_megatron.fp8.words import copy_in_words
-from jetrl_megatron.rollout.published import engine_pieces, in_blocks, shifted
+from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle, shifted
 
 
 class InPlaceWriter:
@@ -45,15 +45,11 @@ class InPlaceWriter:
             if hasattr(module, "cpu_linear"):
                 raise ValueError(f"{stem} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
             rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
-            self._add(piece.hf, getattr(module, kind), (piece.rows, piece.cols), (rows, cols))
+            place = rectangle(getattr(module, kind).detach(), rows, cols)
+            self._places[piece.hf].append((place, piece.rows, piece.cols))
             if stored.fp8:
-                source, target = (tuple(in_blocks(span) for span in spans) for spans in ((piece.rows, piece.cols), (rows, cols)))
-                self._add(piece.hf + SCALE_SUFFIX, module.weight_scale_inv, source, target)
-
-    def _add(self, name: str, parameter: Tensor, source: tuple[Span, ...], target: tuple[Span, ...]) -> None:
-        held = parameter.detach()
-        place = held[slice(*target[0])] if held.dim() == 1 else held[slice(*target[0]), slice(*target[1])]
-        self._places[name].append((place, source[0], source[1]))
+                place = rectangle(module.weight_scale_inv.detach(), in_blocks(rows), in_blocks(cols))
+                self._places[piece.hf + SCALE_SUFFIX].append((place, in_blocks(piece.rows), in_blocks(piece.cols)))
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -64,8 +60,7 @@ class InPlaceWriter:
             for place, rows, cols in self._places[name]:
                 if place.dtype is not tensor.dtype:
                     raise ValueError(f"{name} is {tensor.dtype} and the parameter {place.dtype}: the arms of actor and server differ")
-                part = tensor[slice(*rows)] if tensor.dim() == 1 else tensor[slice(*rows), slice(*cols)]
-                copy_in_words(place, part)
+                copy_in_words(place, rectangle(tensor, rows, cols))
 
 
 def fp8_linears(model: torch.nn.Module) -> frozenset[str]:

@@ -52,7 +52,7 @@ class ServerSpec:
     transport: str
     """`disk`, `nccl` or `ipc`."""
     in_place: bool = False
-    """With `nccl`: whether weights are written into the model's parameters (vllm_in_place.py), not given to its loader."""
+    """Whether weights are written into the model's parameters (vllm_in_place.py), not given to its loader; nccl needs an engine for it."""
     power_of_two_scales: bool
     on_cuda: bool
     log_dir: Path

@@ -27,7 +27,7 @@ from jetrl_megatron.rollout.compat import (
     worker_tp_rank,
 )
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
-from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle_name, shifted
+from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle, rectangle_name, shifted
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter, fp8_linears
 from jetrl_megatron.rollout.vllm_plugin import registered
 
@@ -124,11 +124,10 @@ class _Reader:
     def read(self, stored: StoredTensor, piece: Piece) -> None:
         weight, unsigned = self._tensor(stored.name)
         rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
-        part = weight[slice(*rows)] if weight.dim() == 1 else weight[slice(*rows), slice(*cols)]
-        self._note(rectangle_name(piece.hf, piece.rows, piece.cols), part, unsigned)
+        self._note(rectangle_name(piece.hf, piece.rows, piece.cols), rectangle(weight, rows, cols), unsigned)
         if stored.fp8:
             scales = self._module(stored.name).weight_scale_inv.detach()
-            part = scales[slice(*in_blocks(rows)), slice(*in_blocks(cols))]
+            part = rectangle(scales, in_blocks(rows), in_blocks(cols))
             self._note(rectangle_name(piece.hf + SCALE_SUFFIX, in_blocks(piece.rows), in_blocks(piece.cols)), part, False)
 
     def held(self, tied: bool) -> dict[str, str]:

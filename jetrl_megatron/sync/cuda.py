@@ -46,6 +46,12 @@ class MemoryTransport:
         """
         self._root, self._source_dir, self._group = root, source_dir, group
         self._engine_tp, self._timeout_s, self._in_place = engine_tp, timeout_s, in_place
+        self._config: dict[str, Any] = {}
+
+    def _engine_config(self, wire: StageWire) -> dict[str, Any]:
+        """Return the engines' config.json, made from the run's at the first push."""
+        self._config = self._config or engine_config(wire.arch, wire.fp8, self._source_dir)
+        return self._config
 
     def _start(self, wire: StageWire, pool: ServerPool, step: int, laps: Laps) -> tuple[Published, list[EngineClient]]:
         """On rank 0: check the names, start what does not run, and tell the other ranks, which wait in `_started`, whether to send.
@@ -56,7 +62,7 @@ class MemoryTransport:
         try:
             check_sent(wire, [name for _, names in wire.stages() for name in names], step)
             if not (self._root / "config.json").is_file():
-                write_model_files(self._root, engine_config(wire.arch, wire.fp8, self._source_dir), self._source_dir)
+                write_model_files(self._root, self._engine_config(wire), self._source_dir)
             published = Published(step=step, directory=self._root, has_weights=False, algorithm=algorithm_for(wire.device))
             clients = pool.start(published)
             laps.lap("boot")
@@ -109,7 +115,7 @@ class NcclTransport(MemoryTransport):
             "packed_buffer_size_bytes": _BUFFER_BYTES,
         }
         if self._in_place:
-            update["config"] = engine_config(wire.arch, wire.fp8, self._source_dir)
+            update["config"] = self._engine_config(wire)
 
         def load(client: EngineClient, _: Published) -> None:
             client.control("/start_weight_update", None, self._timeout_s)

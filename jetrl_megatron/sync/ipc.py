@@ -22,7 +22,7 @@ from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.cuda import MemoryTransport, beside
 from jetrl_megatron.sync.relay import Relay
-from jetrl_megatron.sync.transport import StageRecord, engine_config, merge_shares
+from jetrl_megatron.sync.transport import StageRecord, merge_shares
 from jetrl_megatron.sync.wire import StageWire
 
 _BUFFER_BYTES = 512 * 2**20
@@ -44,7 +44,7 @@ class IpcTransport(MemoryTransport):
             return None
         published, clients = self._start(wire, pool, step, laps)
         relay: Relay[Bucket] = Relay(len(clients))
-        model = {"in_place": engine_config(wire.arch, wire.fp8, self._source_dir)} if self._in_place else {}
+        model = {"in_place": self._engine_config(wire)} if self._in_place else {}
 
         def load(client: EngineClient, _: Published) -> None:
             relay.follow(lambda bucket: client.rpc("jetrl_load", {"bucket": bucket, **model}, self._timeout_s))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jetrl_megatron.fp8.words import copy_in_words, in_words
+from jetrl_megatron.fp8.words import columns_apart, copy_in_words, in_words, side_by_side
 
 
 def matrix(rows, cols, dtype=torch.bfloat16):
@@ -35,3 +35,12 @@ def test_another_dtype_or_shape_is_no_copy():
     for source in (matrix(4, 8, torch.float32), matrix(4, 16)):
         with pytest.raises(AssertionError):
             copy_in_words(matrix(4, 8), source)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("rows", "cols"), [(6, 16), (1, 16), (0, 16), (6, 5), (6, 6)])
+def test_columns_are_cut_and_put_together_whatever_their_width(rows, cols, size):
+    parts = [matrix(rows, cols) + i for i in range(size)]
+    whole = torch.cat(parts, dim=1)
+    assert torch.equal(columns_apart(whole, size), torch.cat(parts))
+    assert torch.equal(side_by_side(torch.cat(parts), size), whole)
