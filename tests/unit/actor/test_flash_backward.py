@@ -140,12 +140,14 @@ def test_full_buckets_end_to_end_are_not_copied(monkeypatch: pytest.MonkeyPatch,
     assert [g.data_ptr() == r.data_ptr() for g, r in zip(grads, results, strict=True)] == [len(lengths) == 1] * 3
 
 
+@pytest.mark.parametrize("backward", [AttentionBackward.cudnn, AttentionBackward.flash2])
 @pytest.mark.parametrize("padding", [1, 40, 0])
 @pytest.mark.parametrize("lengths", [[5], [5, 40, 9, 200, 300, 256, 1], [300, 310], [256]])
 def test_gradients_through_both_kernels_are_the_references(
-    stand_ins: None, monkeypatch: pytest.MonkeyPatch, lengths: list[int], padding: int
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, lengths: list[int], padding: int, backward: AttentionBackward
 ) -> None:
     monkeypatch.setattr(flash_backward.segment_backward, "__defaults__", (SHORTEST,))
+    monkeypatch.setattr(flash, "flash2_backward", formula_by_bounds)
 
     def flash3(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         parts = [causal_forward(q[a:b], k[a:b], v[a:b], options["softmax_scale"]) for a, b in pairwise(options["cu_seqlens_q"].tolist())]
@@ -156,7 +158,7 @@ def test_gradients_through_both_kernels_are_the_references(
     x = operands(real + padding, real)
     packed, _ = packed_context(lengths, real + padding, torch.device("cpu"))
     mine = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
-    out = flash.attend(*mine, packed, SCALE, AttentionKernel.flash3, AttentionBackward.cudnn)
+    out = flash.attend(*mine, packed, SCALE, AttentionKernel.flash3, backward)
     assert out[:real].any(dim=(1, 2)).all() and not out[real:].any()
     out.backward(torch.cat((x.do[:real], torch.ones_like(x.do[real:]))))  # what comes back to the padding goes nowhere
     theirs = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
