@@ -24,6 +24,9 @@ from jetrl_megatron.fp8.quantize import AMAX_FLOOR
 BELOW = tl.constexpr(2)
 """Units in the last place that `inverse` steps down from the hardware's reciprocal, which is right to one, to stay below 1 / s."""
 
+MAX_ROW = 1 << 24
+"""Elements from one row to the next must be fewer: the offsets of a tile of 128 rows then fit 32 bits."""
+
 
 class CastFormat(NamedTuple):
     """Compile-time description of a cast to FP8."""
@@ -68,9 +71,14 @@ def cast_format(paired: bool, dtype: torch.dtype, scale_format: ScaleFormat) -> 
 
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x detached, copied only where its rows are not contiguous."""
+    """x [R, C] detached, copied only where its rows are not contiguous or lie `MAX_ROW` elements apart or more.
+
+    Raises ValueError where C is `MAX_ROW` or more.
+    """
     x = x.detach()
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    if x.shape[1] >= MAX_ROW:
+        raise ValueError(f"x has {x.shape[1]} columns; a kernel's offsets inside a tile of 128 rows allow {MAX_ROW - 1}")
+    return x if x.shape[1] <= 1 or (x.stride(1) == 1 and x.stride(0) < MAX_ROW) else x.contiguous()
 
 
 @triton.jit

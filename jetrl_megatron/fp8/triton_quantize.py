@@ -24,6 +24,10 @@ ROW_TILE = 32
 ROW_WARPS = 4
 TILE_WARPS = 8
 """Warps of one program that owns a 128x128 tile."""
+TILE_REGISTERS = 80
+"""Registers of its threads at most: three programs then fit on a multiprocessor of an H100 or H200."""
+MAX_GRID_Y = 65535
+"""Programs along the second axis of a grid, CUDA's limit; along the first there may be 2^31 - 1."""
 NONE, GROUPED, BLOCKED = 0, 1, 2
 """How a tile's output is scaled: not written, in 1x128 groups, as one 128x128 block."""
 
@@ -135,7 +139,11 @@ def quantize_tiles(
         row_, t_ = row_out or t_out, t_out or row_out
         assert row_ is not None and t_ is not None, (row_mode, t_mode)
         row_blocks, col_blocks = num_blocks(rows, GROUP), num_blocks(cols, GROUP)
-        grid = (2 * row_blocks, col_blocks // 2) if source.kind == SWIGLU_GRAD else (row_blocks, col_blocks)
+        # What reads one matrix is faster along its rows, what reads several down their columns.
+        across = source.kind == PLAIN and row_blocks <= MAX_GRID_Y
+        grid = (col_blocks, row_blocks) if across else (row_blocks, col_blocks)
+        if source.kind == SWIGLU_GRAD:
+            grid = (2 * row_blocks, col_blocks // 2)
         tile_kernel[grid](
             *source.arguments(),
             row_.data.view(torch.uint8),
@@ -147,8 +155,10 @@ def quantize_tiles(
             KIND=source.kind,
             ROW=row_mode,
             T=t_mode,
+            ACROSS=across,
             EVEN=rows % GROUP == 0 and cols % GROUP == 0,
             num_warps=TILE_WARPS,
+            maxnreg=TILE_REGISTERS,
             F=cast_format(source.paired, dtype, scale_format),
         )
     return row_out, t_out

@@ -87,30 +87,66 @@ def read_words(ptr, offset, p, mask, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
+def inverse_of_one_plus_exp(x, SOFT: tl.constexpr):
+    """4 / (1 + exp(x)) in FP32, to 2 ulp, and a quarter of 1 + exp(x); the factor keeps the inverse of a large sum a normal number."""
+    if SOFT:
+        quarter = 0.25 * (1.0 + tl.exp(x))
+        inverse = 1.0 / quarter
+    else:
+        power: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
+        exp = tl.inline_asm_elementwise(power, "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1)
+        quarter = tl.fma(exp, tl.full(x.shape, 0.25, tl.float32), tl.full(x.shape, 0.25, tl.float32))
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], dtype=tl.float32, is_pure=True, pack=1)
+    return inverse, quarter
+
+
+@triton.jit
 def silu(gate, SOFT: tl.constexpr):
-    """gate / (1 + exp(-gate)), rounded to BF16, in FP32."""
-    return round_bf16(tl.div_rn(gate, 1.0 + tl.exp(-gate)), SOFT)
+    """gate / (1 + exp(-gate)) in FP32, before its rounding to BF16.
+
+    On a GPU the quotient gets one correction, so that its last place is right wherever it is finite. After rounding every BF16 gate has the
+    value of the true division (tests/gpu/test_swiglu_kernels.py asks all of them), in a quarter of its instructions.
+    """
+    if SOFT:
+        q = tl.div_rn(gate, 1.0 + tl.exp(-gate))
+    else:
+        inverse, quarter = inverse_of_one_plus_exp(-gate, SOFT)
+        part = gate * 0.25
+        q = part * inverse
+        rest = tl.fma(-q, quarter, part)
+        q = tl.where(rest == rest, tl.fma(rest, inverse, q), q)  # NaN behind an infinite gate or sum, where q is right
+    return q
 
 
 @triton.jit
-def d_silu(gate):
+def d_silu(gate, SOFT: tl.constexpr):
     """Derivative of silu before its rounding: sigmoid * (1 + gate * (1 - sigmoid)), FP32; its division is right to 2 ulp."""
-    one = tl.full(gate.shape, 1.0, tl.float32)
-    sigmoid = one / (1.0 + tl.exp(-gate))
-    return sigmoid * tl.fma(gate, 1.0 - sigmoid, one)
+    inverse, _ = inverse_of_one_plus_exp(-gate, SOFT)
+    sigmoid = inverse * 0.25
+    return sigmoid * tl.fma(gate, 1.0 - sigmoid, tl.full(gate.shape, 1.0, tl.float32))
 
 
 @triton.jit
-def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_stride_r, aux_stride_c, KIND: tl.constexpr, EVEN: tl.constexpr,
+def rounded_silu(gate_a, gate_b, F: tl.constexpr):
+    """silu of both columns of a pair, rounded to BF16, in FP32."""
+    a, b = join_pair(silu(gate_a, F.soft), silu(gate_b, F.soft), F)
+    return split_pair(a, b, False, F)
+
+
+@triton.jit
+def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, half, x_stride, aux_stride_r, KIND: tl.constexpr, EVEN: tl.constexpr,
                F: tl.constexpr):  # fmt: skip
-    """Rows r and column pairs p (int64 vectors) of the source as a pair; zero outside [rows, cols]. EVEN: no element is outside."""
+    """Rows r and column pairs p of the source behind pointers that `tile_at` gave, as a pair; zero from rows and cols on.
+
+    EVEN: no element is outside. half: swiglu: columns between a gate and its up.
+    """
     in_rows = (r < rows)[:, None]
     offset = r[:, None] * x_stride
     if KIND == 0 and not F.plain:
         a = read_words(x_ptr, offset, p[None, :], in_rows, cols, EVEN)
         b = a
     elif KIND == 1:
-        scale = tl.load(aux_ptr + r * aux_stride_r + (tl.min(p, 0) // 64) * aux_stride_c, mask=r < rows, other=0.0)[:, None]
+        scale = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
         code_a = tl.load(x_ptr + offset + 2 * p[None, :], mask=in_rows & (2 * p < cols)[None, :], other=0)
         code_b = tl.load(x_ptr + offset + 2 * p[None, :] + 1, mask=in_rows & (2 * p + 1 < cols)[None, :], other=0)
         a = code_a.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
@@ -122,19 +158,34 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, x_stride, aux_strid
             weight_a, weight_b = read_pair(weight_ptr, 0, p[None, :], p[None, :] >= 0, cols, F, EVEN)
             a, b = join_pair(a * rstd * weight_a, b * rstd * weight_b, F)
         elif KIND == 3:
-            up_a, up_b = read_pair(x_ptr + cols, offset, p[None, :], in_rows, cols, F, EVEN)
-            a, b = join_pair(silu(a, F.soft) * up_a, silu(b, F.soft) * up_b, F)
+            up_a, up_b = read_pair(x_ptr + half, offset, p[None, :], in_rows, cols, F, EVEN)
+            gate_a, gate_b = rounded_silu(a, b, F)
+            a, b = join_pair(gate_a * up_a, gate_b * up_b, F)
     return a, b
 
 
 @triton.jit
+def tile_at(x_ptr, aux_ptr, weight_ptr, first_r, first_c, x_stride, aux_stride_r, aux_stride_c, KIND: tl.constexpr):
+    """The pointers of a source moved to row first_r and column first_c (64 bit): offsets inside a tile then fit 32 bits."""
+    x_ptr += first_r * x_stride + first_c
+    if KIND == 1:
+        aux_ptr += first_r * aux_stride_r + (first_c // 128) * aux_stride_c
+    elif KIND == 2:
+        aux_ptr += first_r * aux_stride_r
+        weight_ptr += first_c
+    elif KIND == 4:
+        aux_ptr += first_r * aux_stride_r + first_c
+    return x_ptr, aux_ptr, weight_ptr
+
+
+@triton.jit
 def load_d_gate(x_ptr, dh_ptr, r, p, rows, half, x_stride, dh_stride, EVEN: tl.constexpr, F: tl.constexpr):
-    """Rows r and column pairs p (int64 vectors) of d_gate [rows, half] as a pair; zero outside. EVEN: no element is outside."""
-    in_rows, offset, p = (r < rows)[:, None], r[:, None] * x_stride, p[None, :]
-    gate_a, gate_b = read_pair(x_ptr, offset, p, in_rows, half, F, EVEN)
-    up_a, up_b = read_pair(x_ptr + half, offset, p, in_rows, half, F, EVEN)
-    dh_a, dh_b = read_pair(dh_ptr, r[:, None] * dh_stride, p, in_rows, half, F, EVEN)
-    return join_pair(dh_a * up_a * d_silu(gate_a), dh_b * up_b * d_silu(gate_b), F)
+    """Rows r and column pairs p of d_gate behind pointers that `tile_at` gave, as a pair; zero from rows on. half: F columns of dh."""
+    in_rows, offset, p, cols = (r < rows)[:, None], r[:, None] * x_stride, p[None, :], half
+    gate_a, gate_b = read_pair(x_ptr, offset, p, in_rows, cols, F, EVEN)
+    up_a, up_b = read_pair(x_ptr + half, offset, p, in_rows, cols, F, EVEN)
+    dh_a, dh_b = read_pair(dh_ptr, r[:, None] * dh_stride, p, in_rows, cols, F, EVEN)
+    return join_pair(dh_a * up_a * d_silu(gate_a, F.soft), dh_b * up_b * d_silu(gate_b, F.soft), F)
 
 
 @triton.jit
@@ -143,7 +194,8 @@ def load_d_up(x_ptr, dh_ptr, r, p, rows, half, x_stride, dh_stride, EVEN: tl.con
     in_rows, p = (r < rows)[:, None], p[None, :]
     gate_a, gate_b = read_pair(x_ptr, r[:, None] * x_stride, p, in_rows, half, F, EVEN)
     dh_a, dh_b = read_pair(dh_ptr, r[:, None] * dh_stride, p, in_rows, half, F, EVEN)
-    return join_pair(dh_a * silu(gate_a, F.soft), dh_b * silu(gate_b, F.soft), F)
+    act_a, act_b = rounded_silu(gate_a, gate_b, F)
+    return join_pair(dh_a * act_a, dh_b * act_b, F)
 
 
 @triton.jit

@@ -79,7 +79,7 @@ def swiglu_kernel(gate_up_ptr, h_ptr, features, stride, BLOCK: tl.constexpr, SOF
     inside = f < features
     gate = tl.load(gate_up_ptr + t * stride + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + t * stride + features + f, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h_ptr + t * features + f, round_bf16(silu(gate, SOFT) * up, SOFT).to(tl.bfloat16), mask=inside)
+    tl.store(h_ptr + t * features + f, round_bf16(round_bf16(silu(gate, SOFT), SOFT) * up, SOFT).to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -91,5 +91,5 @@ def swiglu_backward_kernel(dh_ptr, gate_up_ptr, out_ptr, features, dh_stride, st
     gate = tl.load(gate_up_ptr + t * stride + f, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + t * stride + features + f, mask=inside, other=0.0).to(tl.float32)
     to = out_ptr + t * (2 * features) + f
-    tl.store(to, round_bf16(dh * up * d_silu(gate), SOFT).to(tl.bfloat16), mask=inside)
-    tl.store(to + features, round_bf16(dh * silu(gate, SOFT), SOFT).to(tl.bfloat16), mask=inside)
+    tl.store(to, round_bf16(dh * up * d_silu(gate, SOFT), SOFT).to(tl.bfloat16), mask=inside)
+    tl.store(to + features, round_bf16(dh * round_bf16(silu(gate, SOFT), SOFT), SOFT).to(tl.bfloat16), mask=inside)

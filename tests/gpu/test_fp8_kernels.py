@@ -176,7 +176,7 @@ def test_mixed_arm_runs_its_bf16_gemms(kernels):
     bf16 = LinearPrecision.bf16
     fp8_linear(x, weight, cache.get("w"), GemmPrecision(dgrad=bf16, wgrad=bf16), Backend.deepgemm).backward(dy)
     assert calc_diff(x.grad, dy.double() @ weight.detach().double()) < LIMIT
-    saved = kernels.quantize_dual(x, **E4M3)[1].dequantize(torch.bfloat16)
+    saved = kernels.quantize_dual(x, t_block=(128, 128), **E4M3)[1].dequantize(torch.bfloat16)
     assert calc_diff(weight.grad, dy.double().t() @ saved.double().t()) < LIMIT
 
 

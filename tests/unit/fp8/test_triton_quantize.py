@@ -8,6 +8,7 @@ triton = pytest.importorskip("triton")
 from jetrl_megatron.config import ScaleFormat  # noqa: E402
 from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_norm, triton_quantize, triton_swiglu  # noqa: E402
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual, quantize_weight  # noqa: E402
+from jetrl_megatron.fp8.triton_cast import MAX_ROW, contiguous_rows  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [(torch.float8_e4m3fn, ScaleFormat.fp32), (torch.float8_e4m3fn, ScaleFormat.ue8m0), (torch.float8_e5m2, ScaleFormat.fp32)]
@@ -52,6 +53,15 @@ def test_fp32_input_and_strided_input():
     for source in (x[:, 3:250], x[:, :128].bfloat16().t()):
         assert on_cpu(triton_quantize.quantize(source.to(DEVICE), (1, 128))).same_bytes(quantize(source, (1, 128)))
         assert on_cpu(triton_quantize.quantize_dual(source.to(DEVICE))[1]).same_bytes(quantize_dual(source)[1])
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied_and_too_long_ones_refused():
+    far = torch.as_strided(torch.zeros(MAX_ROW + 8, dtype=torch.bfloat16), (2, 8), (MAX_ROW, 1))
+    assert contiguous_rows(far).stride() == (8, 1) and contiguous_rows(far[:, 1:3]).stride() == (2, 1)
+    near = torch.as_strided(far, (2, 8), (MAX_ROW - 1, 1))
+    assert contiguous_rows(near).stride() == (MAX_ROW - 1, 1)
+    with pytest.raises(ValueError, match=f"x has {MAX_ROW} columns"):
+        contiguous_rows(torch.zeros(1, 1, dtype=torch.bfloat16).expand(1, MAX_ROW))
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 128)])
