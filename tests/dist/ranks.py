@@ -1,4 +1,4 @@
-"""Run a function on N processes of this machine with gloo, and bring back what each returned."""
+"""Run a function on N processes of this machine, and bring back what each returned."""
 
 import os
 import pickle
@@ -16,10 +16,19 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 900
 
 
-def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
+def on_shared_gpu(host: str) -> dict[str, str]:
+    """Return the environment in which NCCL joins this process with others on the same GPU: each has to be another `host`.
+
+    NCCL refuses one GPU twice on one host, so that it is told of several, between which it goes through the loopback interface. Slow, and
+    the same collectives.
+    """
+    return {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
+
+
+def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any, shared_gpu: bool = False) -> list[Any]:
     """Call `function(*args)` in `num_processes` fresh processes with the launcher's environment; returns the results by rank.
 
-    The function must be importable by name. A process that fails ends the test with its output.
+    shared_gpu: all of them run on the first GPU. The function must be importable by name. A process that fails ends the test with its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call.pkl"
@@ -37,7 +46,12 @@ def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any) -> l
             "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         }
         logs = [Path(folder) / f"log{rank}" for rank in range(num_processes)]
-        processes = [_start(rank, call, Path(folder) / f"out{rank}.pkl", env, log) for rank, log in enumerate(logs)]
+        places: list[dict[str, str]] = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes)]
+        if shared_gpu:
+            places = [place | {"LOCAL_RANK": "0"} | on_shared_gpu(f"rank{place['RANK']}") for place in places]
+        processes = [
+            _start(call, Path(folder) / f"out{rank}.pkl", env | place, log) for rank, (place, log) in enumerate(zip(places, logs, strict=True))
+        ]
         try:
             _wait(processes, logs)
         finally:
@@ -47,11 +61,11 @@ def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any) -> l
         return [pickle.loads((Path(folder) / f"out{rank}.pkl").read_bytes()) for rank in range(num_processes)]
 
 
-def _start(rank: int, call: Path, out: Path, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+def _start(call: Path, out: Path, env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.dist.ranks", str(call), str(out)],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=env,
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=_ROOT,
