@@ -73,6 +73,9 @@ class VllmConfig:
     """Sequences that one server decodes together, and requests it is given at a time."""
     gpu_memory_utilization: float = 0.85
     """Share of each GPU; under `vllm_colocated` while the server is awake, with the actor's memory beside it."""
+    kv_cache_gib: float | None = None
+    """Of each GPU of a server, or of a server on a CPU. None: what `gpu_memory_utilization` leaves, which a server measures while it
+    starts; what others take on its GPU in that time counts against it. With a size given, servers that share a GPU can start at once."""
     cuda_graphs: bool = True
     prefix_caching: bool = True
     start_timeout_s: float = 900.0
@@ -94,6 +97,8 @@ class VllmConfig:
             above(f"rollout.vllm.{name}", getattr(self, name), 0.0)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
+        if self.kv_cache_gib is not None:
+            above("rollout.vllm.kv_cache_gib", self.kv_cache_gib, 0.0)
         if self.num_servers + len(self.urls) < 1:
             raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
         if self.load is WeightLoad.in_place and self.transport is Transport.disk:

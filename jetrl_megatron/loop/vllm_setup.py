@@ -103,6 +103,7 @@ def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_di
         max_model_len=actor.arch.max_positions,
         max_num_seqs=cfg.max_num_seqs,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
+        kv_cache_gib=cfg.kv_cache_gib,
         cuda_graphs=cfg.cuda_graphs and on_cuda,
         prefix_caching=cfg.prefix_caching,
         transport=cfg.transport.value,

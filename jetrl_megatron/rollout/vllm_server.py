@@ -47,6 +47,8 @@ class ServerSpec:
     max_model_len: int
     max_num_seqs: int
     gpu_memory_utilization: float
+    kv_cache_gib: float | None = None
+    """Of each GPU, or on a CPU of the server; None: what the GPU's share leaves, or on a CPU 1."""
     cuda_graphs: bool
     prefix_caching: bool
     transport: str
@@ -77,6 +79,8 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += ["--host", spec.host, "--port", str(port), "--seed", "0"]
     words += ["--tensor-parallel-size", str(spec.tp), "--max-model-len", str(spec.max_model_len)]
     words += ["--max-num-seqs", str(spec.max_num_seqs), "--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    if spec.kv_cache_gib is not None:
+        words += ["--kv-cache-memory-bytes", str(int(spec.kv_cache_gib * 2**30))]
     for name, value in engine_numerics(spec.on_cuda, spec.cuda_graphs).items():
         words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
     words += ["--max-logprobs", "1", "--tokens-only"]  # no tokenizer is loaded; 0.30 has the route for token ids behind it
@@ -109,7 +113,7 @@ def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str,
     if gpus:
         switches["CUDA_VISIBLE_DEVICES"] = gpus
     if not spec.on_cuda:
-        switches["VLLM_CPU_KVCACHE_SPACE"] = kept.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        switches["VLLM_CPU_KVCACHE_SPACE"] = kept.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, where the command line gives no size
     return kept | switches
 
 

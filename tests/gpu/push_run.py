@@ -15,7 +15,13 @@ from jetrl_megatron.rollout import vllm_server
 from tests.dist.ranks import on_shared_gpu
 
 ROOT = Path(__file__).parents[2]
-WORDS = ("parallel.tp=1", "rollout.engine=vllm_pool", "rollout.vllm.gpu_memory_utilization=0.1", "rollout.vllm.start_timeout_s=300")
+WORDS = (
+    "parallel.tp=1",
+    "rollout.engine=vllm_pool",
+    "rollout.vllm.gpu_memory_utilization=0.05",
+    "rollout.vllm.kv_cache_gib=1",
+    "rollout.vllm.start_timeout_s=300",
+)
 GREEDY = SamplingParams(max_new_toks=32, temperature=0.0)
 PROMPTS = tuple(tuple(3 + (7 * i + j * j) % 190 for j in range(40)) for i in range(4))
 

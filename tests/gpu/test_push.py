@@ -4,7 +4,7 @@ The actor and its server share a GPU where there is one only; over NCCL they are
 """
 
 import importlib.util
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,28 +28,32 @@ ROUTES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("push") / "model", "qwen3", 0, fp8=False)
+FRESH = "fresh"
+"""A server that started on the changed weights and saw no others."""
+
+
+def words_of(route: str, graphs: bool) -> list[str]:
+    return [*ROUTES["disk" if route == FRESH else route], f"rollout.vllm.cuda_graphs={str(graphs).lower()}"]
 
 
 @pytest.fixture(scope="module")
-def fresh(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[object]]:
-    """What a server that started on the changed weights draws, with CUDA graphs and without."""
-    drawn = {}
-    for graphs in (True, False):
-        words = [*ROUTES["disk"], f"rollout.vllm.cuda_graphs={str(graphs).lower()}"]
-        ((drawn[graphs],),) = run_ranks(run, 1, str(model), str(tmp_path_factory.mktemp("fresh") / "run"), words, True)
-    return drawn
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], list[object]]:
+    """What every server drew, by route and CUDA graphs; they start at the same time, with a KV cache of given size."""
+    root = tmp_path_factory.mktemp("push")
+    model = write_model(root / "model", "qwen3", 0, fp8=False)
+    kinds = [(route, graphs) for route in (FRESH, *ROUTES) for graphs in (True, False)]
+    with ThreadPoolExecutor(max_workers=len(kinds)) as threads:
+        runs = {}
+        for route, graphs in kinds:
+            where = str(root / f"{route}-{graphs}")
+            runs[route, graphs] = threads.submit(run_ranks, run, 1, str(model), where, words_of(route, graphs), route == FRESH)
+        return {kind: run.result()[0] for kind, run in runs.items()}
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("route", list(ROUTES))
-def test_pushed_weights_answer_as_in_a_fresh_engine(
-    route: str, graphs: bool, model: Path, fresh: dict[bool, list[object]], tmp_path: Path
-) -> None:
-    words = [*ROUTES[route], f"rollout.vllm.cuda_graphs={str(graphs).lower()}"]
-    ((first, changed, again),) = run_ranks(run, 1, str(model), str(tmp_path / "run"), words, False)
+def test_pushed_weights_answer_as_in_a_fresh_engine(route: str, graphs: bool, drawn: dict[tuple[str, bool], list[object]]) -> None:
+    (fresh,), (first, changed, again) = drawn[FRESH, graphs], drawn[route, graphs]
     assert first != changed, "the change is too small to be seen"
-    assert changed == fresh[graphs]
+    assert changed == fresh
     assert again == changed, "a push of the same weights changed something"

@@ -52,13 +52,14 @@ def publish(directory: Path, step: int) -> Published:
 
 
 def make_pool(directory: Path, num_servers: int, log_dir: Path, key: str) -> ServerPool:
-    """Return a pool, not yet started, for models like the one in `directory`; on CUDA with graphs, both servers on the first GPU."""
+    """Return a pool, not yet started, for models like the one in `directory`; on CUDA with graphs, and all servers on the first GPU."""
     on_cuda = torch.cuda.is_available()
     spec = ServerSpec(
         tp=1,
         max_model_len=MAX_LEN,
         max_num_seqs=8,
         gpu_memory_utilization=0.1,
+        kv_cache_gib=1.0,
         cuda_graphs=on_cuda,
         prefix_caching=True,
         transport="disk",

@@ -169,6 +169,12 @@ def test_request_seeds_depend_on_seed_prompt_and_sample_only():
     assert request_seed(1, "a", 0) == request_seed(1, "a", 0)
 
 
+def test_a_kv_cache_of_a_given_size_is_asked_for_in_bytes():
+    words = {gib: server_command(replace(SPEC, kv_cache_gib=gib), Path("model"), 1234, with_weights=True) for gib in (None, 0.5)}
+    assert words[0.5][words[0.5].index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert "--kv-cache-memory-bytes" not in words[None]
+
+
 def test_the_key_is_in_the_environment_and_nowhere_else():
     command = server_command(SPEC, Path("model"), 1234, with_weights=True)
     environment = server_environment(SPEC, KEY, "4,5", {"PATH": "p"})
