@@ -58,7 +58,8 @@ def initialize(parallel: ParallelConfig, device: torch.device, timeout_min: floa
             world_size=world,
             store=store,
             timeout=timedelta(minutes=timeout_min),
-            device_id=device if device.type == "cuda" else None,
+            # No device_id: with one, torch makes a communicator of every group at once, and Megatron has some thirty of which a run uses
+            # a few. Each takes memory of the GPU that torch's allocator does not see.
         )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -91,4 +92,4 @@ def destroy() -> None:
 def barrier() -> None:
     """Wait for every process of the run."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)

@@ -18,7 +18,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
@@ -265,7 +264,7 @@ def main(argv: list[str]) -> int:
             write_json(args.json, records[-1:])  # at once: a later arm may fail
     if ranks.is_logger:
         _report(records)
-    dist.barrier()
+    parallel_state.barrier()
     parallel_state.destroy()
     return 0
 

@@ -37,11 +37,14 @@ def words_of(route: str, graphs: bool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], list[object]]:
-    """What every server drew, by route and CUDA graphs; they start at the same time, with a KV cache of given size."""
+def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], list[object]]:
+    """What the servers of the chosen tests drew, by route and CUDA graphs; they start at the same time, with a KV cache of given size."""
     root = tmp_path_factory.mktemp("push")
     model = write_model(root / "model", "qwen3", 0, fp8=False)
-    kinds = [(route, graphs) for route in (FRESH, *ROUTES) for graphs in (True, False)]
+    chosen = {
+        tuple(item.callspec.params[key] for key in ("route", "graphs")) for item in request.session.items if item.path == request.path
+    }
+    kinds = sorted(chosen | {(FRESH, graphs) for _, graphs in chosen})
     with ThreadPoolExecutor(max_workers=len(kinds)) as threads:
         runs = {}
         for route, graphs in kinds:
