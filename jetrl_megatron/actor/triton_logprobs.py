@@ -9,8 +9,8 @@ with z = logits / temperature, over the `valid` columns; padding has no part in 
 Invariants: no atomics and one order of summation, so a row's bits depend on that row alone and not on how many there are; NaN and Inf
 stay visible. The sum of the exponentials is vLLM's (0.26, `compute_token_logprobs`): first the maximum, then blocks of as many columns,
 each summed by as many threads and added to the one before it; and the division is the one that its sampler's kernel makes (Triton's `/`,
-not rounded to nearest). So on one rank a log-prob should be the engine's, bit for bit: compiled for Hopper both kernels have one layout
-and the same reductions, but they have not run beside each other yet. With tensor parallelism a rank sums its shard of the vocabulary.
+not rounded to nearest). So on one rank a log-prob is the engine's, bit for bit (tests/gpu/test_logprobs.py, and every token of
+results/grpo-smollm2-1n1g-tp1pp1/ since). With tensor parallelism a rank sums its shard of the vocabulary.
 Left out: what the tensor-parallel ranks make of it (fused_logprobs.py).
 
 Legend: n rows, V_r columns of this rank.

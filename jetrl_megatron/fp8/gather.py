@@ -23,7 +23,6 @@ forward and backward, for one launch more.
 Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one
 copy. Scales of 1x128 groups leave column-major with a leading stride rounded up to 4, zero-filled, as DeepGEMM reads them, on the CPU too;
 scales of 128x128 blocks row-major.
-It has run on gloo only; over NCCL an earlier form of it has (`results/step-h200/`).
 Invariants: codes and scales of one gather are one launch; both travel as 32-bit words, since not every backend has float8 and a GPU copies
 single bytes slowly; on CUDA nothing waits on the host; a started gather holds its tensors until it is waited for.
 Left out: which linears have a cut X (actor/linears.py), when gathers start and end, and the gradient's way back (exchange.py).

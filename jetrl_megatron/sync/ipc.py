@@ -4,7 +4,7 @@ Enters: the stage wires. Leaves: verified servers, and no weights on a disk, as 
 into a buffer on its GPU; rank 0 collects where all the buffers are and posts that, bucket by bucket, to every server at the same time; each
 worker reads the buffer on its own GPU. The next bucket is filled when every server has read the last. Rank 0 hashes its tensors as they
 pass, and every server is held to that. A server that dies leaves the push, and gets its weights by the next one; the rest goes on.
-It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26; see results/LOG.md for what has run.
+It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26.
 """
 
 from collections.abc import Iterator
