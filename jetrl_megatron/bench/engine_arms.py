@@ -19,7 +19,7 @@ from typing import Any
 from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
 from jetrl_megatron.bench.timing import positive, print_table, write_json
 from jetrl_megatron.cli import count_processes
-from jetrl_megatron.config import Engine, SyntheticModelConfig
+from jetrl_megatron.config import Engine, Recipe, SyntheticModelConfig
 from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.colocated import settle_vllm
@@ -28,6 +28,7 @@ from jetrl_megatron.run.local_launch import launch, under_launcher
 
 Record = dict[str, Any]
 Measure = Callable[[Session, argparse.Namespace], Record]
+Prepare = Callable[[Recipe, argparse.Namespace], None]
 
 
 def parser(name: str, what: str) -> argparse.ArgumentParser:
@@ -45,8 +46,13 @@ def parser(name: str, what: str) -> argparse.ArgumentParser:
     return options
 
 
-def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], measure: Measure) -> int:
-    """Measure every arm and print the table; in a worker process, measure the one arm that it was started for."""
+def run_arms(
+    name: str, options: argparse.ArgumentParser, argv: Sequence[str], measure: Measure, prepare: Prepare = lambda recipe, args: None
+) -> int:
+    """Measure every arm and print the table; in a worker process, measure the one arm that it was started for.
+
+    prepare: called with each arm's recipe before its processes start.
+    """
     args, rest = options.parse_known_args(argv)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
     if strange:
@@ -69,6 +75,7 @@ def run_arms(name: str, options: argparse.ArgumentParser, argv: Sequence[str], m
             out = Path(folder) / f"{arm}.json"
             recipe = load_recipe(args.recipe, [*words, *drawn, f"precision.arm={arm}", f"run.dir={folder}/{arm}"])
             check_recipe_layout(recipe)
+            prepare(recipe, args)
             code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), count_processes(recipe, args.nproc), recipe.run.grace_s)
             if code != 0 or not out.is_file():
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)

@@ -3,7 +3,7 @@
 Enters: a recipe and the load. Leaves: one row an arm. Prompts are random ids, completions have a fixed length (no token ends one), so that
 the arms draw equally many tokens. The first rounds warm kernels and graphs up and are not counted: DeepGEMM compiles a kernel for each new
 range of rows, for seconds, so an arm is warm only when its rounds no longer get faster; the row shows the seconds of every round.
-(VLLM_DEEP_GEMM_WARMUP=relax in the environment makes vLLM compile many of them while a server starts.)
+`--precompile` compiles them beforehand, several at a time (precompile.py).
 Checked: every server holds the actor's bytes (the push verifies), every completion has its length.
 """
 
@@ -15,9 +15,12 @@ import time
 from collections.abc import Sequence
 
 from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.precompile import precompile, server_linears
 from jetrl_megatron.bench.sync import pushed, wire_of
-from jetrl_megatron.bench.timing import positive
+from jetrl_megatron.bench.timing import positive, require_cuda
+from jetrl_megatron.config import LinearPrecision, Recipe
 from jetrl_megatron.contracts import Prompt, SamplingParams
+from jetrl_megatron.layout import architecture_of
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.engine import Request
 
@@ -33,7 +36,16 @@ def main(argv: Sequence[str]) -> int:
     options.add_argument(
         "--pushes", type=positive, help="then time this many weight pushes as bench sync does, without another start of the servers"
     )
-    return run_arms("rollout", options, argv, measure)
+    options.add_argument("--precompile", action="store_true", help="compile the FP8 kernels of the servers' linears first, in parallel")
+    return run_arms("rollout", options, argv, measure, prepare)
+
+
+def prepare(recipe: Recipe, args: argparse.Namespace) -> None:
+    """Compile the kernels of the arm's FP8 linears, where asked for; raises ValueError where there is no CUDA device for them."""
+    if args.precompile and recipe.precision.rollout_linear is LinearPrecision.fp8:
+        require_cuda("bench rollout --precompile")
+        seconds = precompile(server_linears(architecture_of(recipe.model), recipe.rollout.vllm.tp))
+        print(f"kernels compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def measure(session: Session, args: argparse.Namespace) -> Record:

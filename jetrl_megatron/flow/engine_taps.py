@@ -40,7 +40,7 @@ def record(model_dir: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
         seed=0,
         enable_prefix_caching=False,
         gpu_memory_utilization=job["memory_share"],
-        **engine_numerics(torch.cuda.is_available(), cuda_graphs=False),
+        **engine_numerics(torch.cuda.is_available(), graph_seqs=0),
     )
     store: Recorded = {}
     llm.apply_model(lambda model: _tap(operator_modules(model), store))

@@ -6,9 +6,11 @@ sync/cuda.py (the weight-transfer sender), vllm_transfer.py (its receiver), vllm
 vllm_plugin.py (IR operators, and the base class of a CPU's block FP8 linear).
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +51,15 @@ def request_fields(short: str) -> dict[str, Any]:
     return {"watermarking": False} if short == "0.30" else {}
 
 
-def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes of decoding that get a CUDA graph: a batch is padded to the next one."""
+    return sorted({1, min(32, max_num_seqs), *range(128, max_num_seqs, 128), max_num_seqs})
+
+
+def engine_numerics(on_cuda: bool, graph_seqs: int) -> dict[str, Any]:
     """Return the engine arguments that decide numbers, by name: the same for a server and for an engine in this process.
+
+    graph_seqs: sequences that are decoded together by CUDA graphs; 0: none are captured.
 
     Sampling defaults are neutral whatever the model directory says, and log-probs are of the distribution that is sampled from. Norms are
     the actor's (vllm_plugin.py). On CUDA every other operator is vLLM's own kernel, not what torch.compile makes of its definition, and
@@ -66,7 +75,7 @@ def engine_numerics(on_cuda: bool, cuda_graphs: bool) -> dict[str, Any]:
     return fields | {
         "hf_overrides": {"head_dtype": "float32"},
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
-        "compilation_config": compilation | ({"cudagraph_capture_sizes": [1, 32, 128]} if cuda_graphs else {}),
+        "compilation_config": compilation | ({"cudagraph_capture_sizes": capture_sizes(graph_seqs)} if graph_seqs else {}),
     }
 
 
@@ -76,7 +85,7 @@ def unlike_numerics(model_config: Any, on_cuda: bool) -> list[str]:
     model_config: of a worker. Looked at is what moves log-probs by far: their mode, the dtype and, on CUDA, that of the head. The rest
     shows in the mismatch of every step.
     """
-    wanted = engine_numerics(on_cuda, cuda_graphs=True)
+    wanted = engine_numerics(on_cuda, graph_seqs=0)
     pairs = [
         ("--logprobs-mode", str(model_config.logprobs_mode), wanted["logprobs_mode"]),
         ("--dtype", str(model_config.dtype).removeprefix("torch."), wanted["dtype"]),
@@ -111,7 +120,9 @@ def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, st
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-    if not on_cuda:
+    if on_cuda:  # vLLM would take a folder of its own, and compile again what the actor has compiled
+        switches["DG_JIT_CACHE_DIR"] = os.environ.get("DG_JIT_CACHE_DIR") or str(Path.home() / ".deep_gemm")
+    else:
         # Without dynamo: an eager server would still compile a helper of the sampler, for half a minute, in its first request.
         switches |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     return switches

@@ -81,7 +81,7 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += ["--max-num-seqs", str(spec.max_num_seqs), "--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
     if spec.kv_cache_gib is not None:
         words += ["--kv-cache-memory-bytes", str(int(spec.kv_cache_gib * 2**30))]
-    for name, value in engine_numerics(spec.on_cuda, spec.cuda_graphs).items():
+    for name, value in engine_numerics(spec.on_cuda, spec.max_num_seqs if spec.cuda_graphs else 0).items():
         words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
     words += ["--max-logprobs", "1", "--tokens-only"]  # no tokenizer is loaded; 0.30 has the route for token ids behind it
     words += ["--middleware", "jetrl_megatron.rollout.vllm_auth.RequireKey"]

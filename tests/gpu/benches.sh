@@ -37,7 +37,7 @@ for name in ${@:-quant linear step-1gpu step-pp2 step-tp2 step-tp2-2seqs step-tp
     step-tp2-2seqs) run step-tp2-2seqs "${pair[@]}" --tp 2 --micro-batches 2 "${step[@]}" "${two[@]}" ;;
     step-tp2-k_split) run step-tp2-k_split "${pair[@]}" --tp 2 --micro-batches 2 "${step[@]}" "${two[@]}" --arms bf16+row_parallel=k_split jetrl+row_parallel=k_split ;;
     step-dp2-2seqs) run step-dp2-2seqs "${pair[@]}" --recompute full --micro-batches 4 "${step[@]}" "${two[@]}" ;;
-    rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" "${server[@]}" --pushes 5 ;;
+    rollout) run rollout "$python" -m jetrl_megatron.cli bench rollout "$recipe" "${server[@]}" --precompile --pushes 5 ;;
     sync) run sync "$python" -m jetrl_megatron.cli bench sync "$recipe" "${server[@]}" ;;
     sync-in_place) run sync-in_place "$python" -m jetrl_megatron.cli bench sync "$recipe" rollout.vllm.load=in_place "${server[@]}" ;;
     *) echo "unknown bench $name"; code=2 ;;

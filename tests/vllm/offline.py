@@ -33,7 +33,7 @@ def _main(request: Path, answer: Path) -> None:
     from vllm import LLM, SamplingParams
 
     asked = json.loads(request.read_text())
-    numerics = engine_numerics(torch.cuda.is_available(), cuda_graphs=False)
+    numerics = engine_numerics(torch.cuda.is_available(), graph_seqs=0)
     engine = LLM(model=asked["model"], enforce_eager=True, max_model_len=256, max_num_seqs=4, **numerics)
     assert registered(), "the engine does not run the actor's operators"
     greedy = SamplingParams(max_tokens=8, temperature=0.0)

@@ -15,8 +15,25 @@ from jetrl_megatron.rollout.vllm_plugin import SWITCH
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_an_engine_has_no_norm_but_the_actors(on_cuda):
     """A second name in the list would be a fallback to other numerics."""
-    assert compat.engine_numerics(on_cuda, True)["ir_op_priority"] == {"rms_norm": ["jetrl"], "fused_add_rms_norm": ["jetrl"]}
+    assert compat.engine_numerics(on_cuda, 128)["ir_op_priority"] == {"rms_norm": ["jetrl"], "fused_add_rms_norm": ["jetrl"]}
     assert compat.engine_environment(on_cuda, False)[SWITCH] == "1"
+
+
+@pytest.mark.parametrize(("seqs", "sizes"), [(1, [1]), (8, [1, 8]), (128, [1, 32, 128]), (300, [1, 32, 128, 256, 300])])
+def test_a_full_server_decodes_by_a_graph(seqs, sizes):
+    assert compat.capture_sizes(seqs) == sizes
+    asked = compat.engine_numerics(True, seqs)["compilation_config"]
+    assert (
+        asked["cudagraph_capture_sizes"] == sizes and "cudagraph_capture_sizes" not in compat.engine_numerics(True, 0)["compilation_config"]
+    )
+
+
+def test_actor_and_servers_compile_into_one_folder_unless_the_user_names_another(monkeypatch):
+    monkeypatch.delenv("DG_JIT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compat.engine_environment(True, False)["DG_JIT_CACHE_DIR"] == "/home/me/.deep_gemm"
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "/scratch/kernels")
+    assert compat.engine_environment(True, False)["DG_JIT_CACHE_DIR"] == "/scratch/kernels"
 
 
 def test_an_environment_without_the_installed_package_is_refused(monkeypatch):
