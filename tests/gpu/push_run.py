@@ -1,6 +1,5 @@
-"""What the process of the push tests does: an actor pushes to a real server, draws greedily, changes its weights and pushes again."""
+"""What a process of the push tests does: the actor pushes to a real server, draws greedily, changes its weights and pushes again."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.dist.ranks import on_shared_gpu
 
 ROOT = Path(__file__).parents[2]
 WORDS = (
-    "parallel.tp=1",
     "rollout.engine=vllm_pool",
     "rollout.vllm.gpu_memory_utilization=0.05",
     "rollout.vllm.kv_cache_gib=1",
@@ -26,12 +24,13 @@ GREEDY = SamplingParams(max_new_toks=32, temperature=0.0)
 PROMPTS = tuple(tuple(3 + (7 * i + j * j) % 190 for j in range(40)) for i in range(4))
 
 
-def run(model: str, run_dir: str, words: list[str], fresh: bool) -> list[list[Any]]:
-    """Return (token ids, log-probs) of each prompt's completion after each push.
+def run(model: str, run_dir: str, words: list[str], fresh: bool, shared: bool) -> list[list[Any]]:
+    """Return (token ids, log-probs) of each prompt's completion after each push; only rank 0 draws.
 
     fresh: the only push is of the changed weights, so that the server has seen no others. Else: the model's, the changed ones, those again.
+    shared: server and actor are on one GPU.
     """
-    if torch.cuda.device_count() < 2:
+    if shared:
         _share_the_gpu()
     recipe = load_recipe(
         ROOT / "recipes" / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml", [*WORDS, *words, f"model.path={model}", f"run.dir={run_dir}"]
@@ -51,12 +50,11 @@ def run(model: str, run_dir: str, words: list[str], fresh: bool) -> list[list[An
 
 
 def change(actor: Actor) -> None:
-    """Move every weight by the same noise in every run of the test, as an optimizer step would move them."""
-    generator = torch.Generator().manual_seed(5)
+    """Move every weight, as an optimizer step would, by an amount that depends on its value alone: on no layout."""
     with torch.no_grad():
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter))
+                parameter.add_(0.05 * torch.cos(300.0 * parameter.float()))
     actor.sides.invalidate()
     actor.sides.refresh()
     actor.version += 1
@@ -65,6 +63,8 @@ def change(actor: Actor) -> None:
 def _pushed(session: Session) -> list[Any]:
     assert session.publisher is not None
     session.publisher.push()
+    if not session.ranks.is_logger:
+        return []
     pool = session.engine.pool  # type: ignore[attr-defined]
     drawn = [pool.complete(0, list(ids), GREEDY, 0) for ids in PROMPTS]
     return [(one.token_ids, one.logprobs) for one in drawn]
@@ -73,6 +73,5 @@ def _pushed(session: Session) -> list[Any]:
 def _share_the_gpu() -> None:
     """Let NCCL join the actor with a server on the same GPU, which a recipe may not ask for."""
     environment = vllm_server.server_environment
-    os.environ.update(on_shared_gpu("actor"))
     vllm_setup.server_gpus = lambda cfg, num_actors: list(cfg.gpus)
     vllm_server.server_environment = lambda *words: environment(*words) | on_shared_gpu("server")

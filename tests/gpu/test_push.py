@@ -5,6 +5,7 @@ The actor and its server share a GPU where there is one only; over NCCL they are
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,22 +19,31 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None, reason="needs a GPU and vLLM 0.26"),
 ]
-HERE, OTHER = "rollout.vllm.gpus=['0']", f"rollout.vllm.gpus=['{int(torch.cuda.device_count() > 1)}']"
+IPC, NCCL, DISK = ("rollout.vllm.transport=" + name for name in ("ipc", "nccl", "disk"))
+IN_PLACE = "rollout.vllm.load=in_place"
 ROUTES = {
-    "ipc-in_place": [HERE, "rollout.vllm.transport=ipc", "rollout.vllm.load=in_place"],
-    "nccl-in_place": [OTHER, "rollout.vllm.transport=nccl", "rollout.vllm.load=in_place"],
-    "ipc-reload": [HERE, "rollout.vllm.transport=ipc"],
-    "nccl-reload": [OTHER, "rollout.vllm.transport=nccl"],
-    "disk": [HERE, "rollout.vllm.transport=disk"],
+    "ipc-in_place": (1, [IPC, IN_PLACE, "parallel.tp=1"]),
+    "nccl-in_place": (1, [NCCL, IN_PLACE, "parallel.tp=1"]),
+    "ipc-reload": (1, [IPC, "parallel.tp=1"]),
+    "nccl-reload": (1, [NCCL, "parallel.tp=1"]),
+    "disk": (1, [DISK, "parallel.tp=1"]),
+    "ipc-in_place-tp2": (2, [IPC, IN_PLACE, "parallel.tp=2"]),
+    "nccl-in_place-tp2": (2, [NCCL, IN_PLACE, "parallel.tp=2"]),
+    "nccl-in_place-pp2": (2, [NCCL, IN_PLACE, "parallel.tp=1", "parallel.pp=2"]),
 }
-
-
+"""Ranks of the actor and words of the recipe."""
 FRESH = "fresh"
 """A server that started on the changed weights and saw no others."""
 
 
-def words_of(route: str, graphs: bool) -> list[str]:
-    return [*ROUTES["disk" if route == FRESH else route], f"rollout.vllm.cuda_graphs={str(graphs).lower()}"]
+def push(route: str, graphs: bool, model: Path, run_dir: Path) -> list[object]:
+    """Return what rank 0 drew after each push of a route."""
+    ranks, words = ROUTES["disk" if route == FRESH else route]
+    shared = torch.cuda.device_count() < ranks + 1
+    server = ranks if NCCL in words and not shared else 0
+    words = [*words, f"rollout.vllm.gpus=['{server}']", f"rollout.vllm.cuda_graphs={str(graphs).lower()}"]
+    drawn: list[object] = run_ranks(run, ranks, str(model), str(run_dir), words, route == FRESH, shared, shared_gpu=shared)[0]
+    return drawn
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +51,12 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What the servers of the chosen tests drew, by route and CUDA graphs; they start at the same time, with a KV cache of given size."""
     root = tmp_path_factory.mktemp("push")
     model = write_model(root / "model", "qwen3", 0, fp8=False)
-    chosen = {
-        tuple(item.callspec.params[key] for key in ("route", "graphs")) for item in request.session.items if item.path == request.path
-    }
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = {(item.callspec.params["route"], item.callspec.params["graphs"]) for item in items}
     kinds = sorted(chosen | {(FRESH, graphs) for _, graphs in chosen})
     with ThreadPoolExecutor(max_workers=len(kinds)) as threads:
-        runs = {}
-        for route, graphs in kinds:
-            where = str(root / f"{route}-{graphs}")
-            runs[route, graphs] = threads.submit(run_ranks, run, 1, str(model), where, words_of(route, graphs), route == FRESH)
-        return {kind: run.result()[0] for kind, run in runs.items()}
+        runs = {kind: threads.submit(push, *kind, model, root / f"{kind[0]}-{kind[1]}") for kind in kinds}
+        return {kind: run.result() for kind, run in runs.items()}
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
