@@ -24,8 +24,13 @@ from jetrl_megatron.fp8.quantize import AMAX_FLOOR
 BELOW = tl.constexpr(2)
 """Units in the last place that `inverse` steps down from the hardware's reciprocal, which is right to one, to stay below 1 / s."""
 
-MAX_ROW = 1 << 24
-"""Elements from one row to the next must be fewer: the offsets of a tile of 128 rows then fit 32 bits."""
+MAX_STRIDE, MAX_ROWS = 1 << 24, 1 << 26
+"""Elements from one row to the next, and rows, must be fewer: offsets inside a tile, 128 rows of the matrix or of its transpose, then fit
+32 bits."""
+MAX_GRID_Y = 65535
+"""Programs along the second axis of a grid, CUDA's limit; along the first there may be 2^31 - 1."""
+MAX_COLS = MAX_GRID_Y * 128
+"""Columns must be fewer: groups of 128 lie along that axis."""
 
 
 class CastFormat(NamedTuple):
@@ -71,14 +76,16 @@ def cast_format(paired: bool, dtype: torch.dtype, scale_format: ScaleFormat) -> 
 
 
 def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [R, C] detached, copied only where its rows are not contiguous or lie `MAX_ROW` elements apart or more.
+    """x [R, C] detached, copied only where its rows are not contiguous or lie `MAX_STRIDE` elements apart or more.
 
-    Raises ValueError where C is `MAX_ROW` or more.
+    Raises ValueError where R is `MAX_ROWS` or more, or C `MAX_COLS` or more.
     """
     x = x.detach()
-    if x.shape[1] >= MAX_ROW:
-        raise ValueError(f"x has {x.shape[1]} columns; a kernel's offsets inside a tile of 128 rows allow {MAX_ROW - 1}")
-    return x if x.shape[1] <= 1 or (x.stride(1) == 1 and x.stride(0) < MAX_ROW) else x.contiguous()
+    if x.shape[0] >= MAX_ROWS or x.shape[1] >= MAX_COLS:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; a kernel takes {MAX_ROWS - 1} rows and {MAX_COLS - 1} columns: quantise parts of it"
+        )
+    return x if x.stride(0) < MAX_STRIDE and (x.stride(1) == 1 or x.shape[1] <= 1) else x.contiguous()
 
 
 @triton.jit

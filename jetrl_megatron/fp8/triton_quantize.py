@@ -3,7 +3,8 @@
 Enters: BF16 or FP32 matrices in device memory, rows contiguous. Leaves: `BlockScaled` in the layouts the GEMMs read.
 Layouts: codes row-major; scales of 1x128 groups column-major with a leading stride rounded up to 4 (DeepGEMM's TMA layout), the rounding
 filled with zeros; scales of 128x128 blocks row-major. Transposed codes have their last axis padded to a multiple of 128 with zero codes.
-Invariants: every output byte is written; an empty matrix launches nothing; offsets are 64-bit; no host synchronisation.
+Invariants: every output byte is written; an empty matrix launches nothing; a tile's place is a 64-bit offset, and places inside a tile are
+bounded to 32 bits (triton_cast.py, `contiguous_rows`); no host synchronisation.
 Left out: quantisers fused with the operation before them (triton_fused.py).
 
 Legend: R rows and C columns of the input; one program owns a tile.
@@ -14,7 +15,7 @@ import torch
 from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled, leading_rows, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WEIGHT_BLOCK, WeightBuffers, check_input
-from jetrl_megatron.fp8.triton_cast import cast_format, contiguous_rows
+from jetrl_megatron.fp8.triton_cast import MAX_GRID_Y, cast_format, contiguous_rows
 from jetrl_megatron.fp8.triton_kernels import row_kernel, tile_kernel, transpose_kernel
 from jetrl_megatron.fp8.triton_source import FP8, PLAIN, SWIGLU_GRAD, Source
 
@@ -25,9 +26,8 @@ ROW_WARPS = 4
 TILE_WARPS = 8
 """Warps of one program that owns a 128x128 tile."""
 TILE_REGISTERS = 80
-"""Registers of its threads at most: three programs then fit on a multiprocessor of an H100 or H200."""
-MAX_GRID_Y = 65535
-"""Programs along the second axis of a grid, CUDA's limit; along the first there may be 2^31 - 1."""
+"""Registers of its threads at most: three programs then fit on a multiprocessor of an H100 or H200. Not where values come one by one
+(`CastFormat.plain`): there the limit costs spills."""
 NONE, GROUPED, BLOCKED = 0, 1, 2
 """How a tile's output is scaled: not written, in 1x128 groups, as one 128x128 block."""
 
@@ -144,6 +144,7 @@ def quantize_tiles(
         grid = (col_blocks, row_blocks) if across else (row_blocks, col_blocks)
         if source.kind == SWIGLU_GRAD:
             grid = (2 * row_blocks, col_blocks // 2)
+        cast = cast_format(source.paired, dtype, scale_format)
         tile_kernel[grid](
             *source.arguments(),
             row_.data.view(torch.uint8),
@@ -158,8 +159,8 @@ def quantize_tiles(
             ACROSS=across,
             EVEN=rows % GROUP == 0 and cols % GROUP == 0,
             num_warps=TILE_WARPS,
-            maxnreg=TILE_REGISTERS,
-            F=cast_format(source.paired, dtype, scale_format),
+            maxnreg=None if cast.plain else TILE_REGISTERS,
+            F=cast,
         )
     return row_out, t_out
 

@@ -88,7 +88,10 @@ def read_words(ptr, offset, p, mask, cols, EVEN: tl.constexpr):
 
 @triton.jit
 def inverse_of_one_plus_exp(x, SOFT: tl.constexpr):
-    """4 / (1 + exp(x)) in FP32, to 2 ulp, and a quarter of 1 + exp(x); the factor keeps the inverse of a large sum a normal number."""
+    """4 / (1 + exp(x)) in FP32, and a quarter of 1 + exp(x); the factor keeps the inverse of a large sum a normal number.
+
+    The inverse is right to 2 ulp of the sum as it was computed; exp(x) itself is off by up to |x| * 2^-24 of its value.
+    """
     if SOFT:
         quarter = 0.25 * (1.0 + tl.exp(x))
         inverse = 1.0 / quarter
@@ -104,8 +107,8 @@ def inverse_of_one_plus_exp(x, SOFT: tl.constexpr):
 def silu(gate, SOFT: tl.constexpr):
     """gate / (1 + exp(-gate)) in FP32, before its rounding to BF16.
 
-    On a GPU the quotient gets one correction, so that its last place is right wherever it is finite. After rounding every BF16 gate has the
-    value of the true division (tests/gpu/test_swiglu_kernels.py asks all of them), in a quarter of its instructions.
+    On a GPU the quotient gets one correction, which makes it the division of gate by the sum as computed. After rounding, every finite BF16
+    gate from 2^-125 on has torch's value (tests/gpu/test_swiglu_kernels.py asks all of them), in a quarter of a division's instructions.
     """
     if SOFT:
         q = tl.div_rn(gate, 1.0 + tl.exp(-gate))
@@ -120,7 +123,7 @@ def silu(gate, SOFT: tl.constexpr):
 
 @triton.jit
 def d_silu(gate, SOFT: tl.constexpr):
-    """Derivative of silu before its rounding: sigmoid * (1 + gate * (1 - sigmoid)), FP32; its division is right to 2 ulp."""
+    """Derivative of silu before its rounding: sigmoid * (1 + gate * (1 - sigmoid)), FP32."""
     inverse, _ = inverse_of_one_plus_exp(-gate, SOFT)
     sigmoid = inverse * 0.25
     return sigmoid * tl.fma(gate, 1.0 - sigmoid, tl.full(gate.shape, 1.0, tl.float32))
@@ -176,6 +179,33 @@ def tile_at(x_ptr, aux_ptr, weight_ptr, first_r, first_c, x_stride, aux_stride_r
     elif KIND == 4:
         aux_ptr += first_r * aux_stride_r + first_c
     return x_ptr, aux_ptr, weight_ptr
+
+
+@triton.jit
+def load_tile(x_ptr, aux_ptr, weight_ptr, rows, cols, half, x_stride, aux_stride_r, gate, KIND: tl.constexpr, EVEN: tl.constexpr,
+              F: tl.constexpr):  # fmt: skip
+    """The pairs of the four parts of a 128x128 tile, part j with the rows 4 i + j, behind pointers that `tile_at` gave.
+
+    gate: of swiglu_grad, whether the tile is one of d_gate or of d_up.
+    """
+    r, p = 4 * tl.arange(0, 32), tl.arange(0, 64)
+    if KIND == 4:
+        if gate:
+            a0, b0 = load_d_gate(x_ptr, aux_ptr, r, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a1, b1 = load_d_gate(x_ptr, aux_ptr, r + 1, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a2, b2 = load_d_gate(x_ptr, aux_ptr, r + 2, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a3, b3 = load_d_gate(x_ptr, aux_ptr, r + 3, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+        else:
+            a0, b0 = load_d_up(x_ptr, aux_ptr, r, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a1, b1 = load_d_up(x_ptr, aux_ptr, r + 1, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a2, b2 = load_d_up(x_ptr, aux_ptr, r + 2, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+            a3, b3 = load_d_up(x_ptr, aux_ptr, r + 3, p, rows, half, x_stride, aux_stride_r, EVEN, F)
+    else:
+        a0, b0 = load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, half, x_stride, aux_stride_r, KIND, EVEN, F)
+        a1, b1 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 1, p, rows, cols, half, x_stride, aux_stride_r, KIND, EVEN, F)
+        a2, b2 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 2, p, rows, cols, half, x_stride, aux_stride_r, KIND, EVEN, F)
+        a3, b3 = load_pairs(x_ptr, aux_ptr, weight_ptr, r + 3, p, rows, cols, half, x_stride, aux_stride_r, KIND, EVEN, F)
+    return a0, b0, a1, b1, a2, b2, a3, b3
 
 
 @triton.jit

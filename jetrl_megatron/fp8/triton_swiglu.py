@@ -3,7 +3,8 @@
 Enters: gate_up [T, 2F] BF16 with contiguous rows, the gate in the first F columns, and in the backward dh [T, F]. Leaves: h [T, F] and
 d_gate_up [T, 2F] in BF16, or d_gate_up as the FP8 operands of the linear in front, never written in BF16.
 Invariants: silu and its derivative are the device functions of triton_source.py, so that h has the bytes that the fused quantiser sees and
-the FP8 operands are those of quantising the BF16 d_gate_up; offsets are 64-bit; an empty matrix launches nothing.
+the FP8 operands are those of quantising the BF16 d_gate_up; offsets are 64-bit (of the tile kernel as in triton_quantize.py); an empty
+matrix launches nothing.
 Traffic, bytes for an element of h: 6 forward, 10 backward, 10 and the scales for the FP8 operands, 18 for the same in two passes.
 
 Legend: T tokens, F features of h.

@@ -38,6 +38,9 @@ def test_every_gate_has_the_silu_of_torch(kernels):
         normal = gate.abs() >= 2.0**-125
         assert torch.equal(got.view(torch.int16)[normal], want.view(torch.int16)[normal])
         assert ((got - want).abs() <= 2.0**-126).all(), "subnormal gates"
+    special = torch.tensor([[float("inf"), -float("inf"), float("nan"), -float("nan")]], dtype=torch.bfloat16, device="cuda")
+    got, want = kernels.swiglu(torch.cat((special, torch.ones_like(special)), dim=1)), torch.nn.functional.silu(special)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
 
 
 @pytest.mark.parametrize("shape", [(16384, 12288), (1000, 1408), (129, 200), (5, 7), (1, 128)])
@@ -113,3 +116,13 @@ def test_linear_with_swiglu_has_the_bits_of_the_steps_one_by_one(kernels, dgrad,
         assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
         assert calc_diff(found[0][2], found[1][2]) < 1e-12, "cuBLAS and DeepGEMM may order the sums over tokens by themselves"
         assert found[1][2].abs().max() > 0
+
+
+def test_offsets_above_31_bits(kernels):
+    toks, features = 74_900, 14_336
+    dh, gate_up = operands(toks, features)
+    row_wise, transposed = kernels.swiglu_backward_dual(dh, gate_up, **E4M3)
+    for start in (0, 37_376, 74_752):
+        part = kernels.quantize_dual(kernels.swiglu_backward(dh[start : start + 128], gate_up[start : start + 128]), **E4M3)
+        assert row_wise.rows(start, start + 128).same_bytes(part[0])
+        assert torch.equal(transposed.data[:, start : start + 128].view(torch.uint8), part[1].data.view(torch.uint8))

@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 from jetrl_megatron.config import ScaleFormat  # noqa: E402
 from jetrl_megatron.fp8 import BlockScaled, triton_accumulate, triton_fused, triton_norm, triton_quantize, triton_swiglu  # noqa: E402
 from jetrl_megatron.fp8.quantize import quantize, quantize_dual, quantize_weight  # noqa: E402
-from jetrl_megatron.fp8.triton_cast import MAX_ROW, contiguous_rows  # noqa: E402
+from jetrl_megatron.fp8.triton_cast import MAX_COLS, MAX_ROWS, MAX_STRIDE, contiguous_rows  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMATS = [(torch.float8_e4m3fn, ScaleFormat.fp32), (torch.float8_e4m3fn, ScaleFormat.ue8m0), (torch.float8_e5m2, ScaleFormat.fp32)]
@@ -55,13 +55,26 @@ def test_fp32_input_and_strided_input():
         assert on_cpu(triton_quantize.quantize_dual(source.to(DEVICE))[1]).same_bytes(quantize_dual(source)[1])
 
 
-def test_rows_too_far_apart_for_32_bits_are_copied_and_too_long_ones_refused():
-    far = torch.as_strided(torch.zeros(MAX_ROW + 8, dtype=torch.bfloat16), (2, 8), (MAX_ROW, 1))
-    assert contiguous_rows(far).stride() == (8, 1) and contiguous_rows(far[:, 1:3]).stride() == (2, 1)
-    near = torch.as_strided(far, (2, 8), (MAX_ROW - 1, 1))
-    assert contiguous_rows(near).stride() == (MAX_ROW - 1, 1)
-    with pytest.raises(ValueError, match=f"x has {MAX_ROW} columns"):
-        contiguous_rows(torch.zeros(1, 1, dtype=torch.bfloat16).expand(1, MAX_ROW))
+def test_rows_too_far_apart_for_32_bits_are_copied_and_too_many_refused():
+    far = torch.as_strided(torch.zeros(MAX_STRIDE + 8, dtype=torch.bfloat16), (2, 8), (MAX_STRIDE, 1))
+    for columns in (8, 2, 1):
+        assert contiguous_rows(far[:, :columns]).stride() == (columns, 1)
+    near = torch.as_strided(far, (2, 8), (MAX_STRIDE - 1, 1))
+    assert contiguous_rows(near).stride() == (MAX_STRIDE - 1, 1)
+    one = torch.zeros(1, 1, dtype=torch.bfloat16)
+    for shape in ((1, MAX_COLS), (MAX_ROWS, 1)):
+        with pytest.raises(ValueError, match=rf"x has shape \({shape[0]}, {shape[1]}\); a kernel takes .* quantise parts of it"):
+            contiguous_rows(one.expand(shape))
+
+
+@pytest.mark.parametrize("shape", [(300, 256), (130, 200)])
+def test_tiles_have_the_same_bytes_in_either_order(shape, monkeypatch):
+    """One order is taken for matrices with more rows of tiles than a grid's second axis holds."""
+    x = matrix(shape).to(DEVICE)
+    across = triton_quantize.quantize_dual(x)
+    monkeypatch.setattr(triton_quantize, "MAX_GRID_Y", 0)
+    for got, want in zip(triton_quantize.quantize_dual(x), across, strict=True):
+        assert got.same_bytes(want)
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (130, 128)])
