@@ -2,8 +2,8 @@
 
 The tour, in the order the data flows; each package's docstring says which file holds what:
 
-- `config`, `config_rl`, `choices`: the recipe as frozen dataclasses. `load`: YAML and `key=value` to a recipe. `layout`: which recipes are
-  legal for a model's dimensions. `contracts`: what passes between the stages below.
+- `config`, `config_rl`, `config_vllm`, `choices`: the recipe as frozen dataclasses. `load`: YAML and `key=value` to a recipe. `layout`:
+  which recipes are legal for a model's dimensions. `contracts`: what passes between the stages below.
 - `data`: prompts and their order. `fp8`: the quantiser, the three GEMMs, the weight cache; a leaf, torch only.
 - `actor`: the policy on Megatron-core. `rollout`: engines that draw completions with its weights. `sync`: its bytes to every engine,
   verified before they serve.

@@ -112,8 +112,9 @@ def server_environment(spec: ServerSpec, key: str, gpus: str, base: Mapping[str,
         switches["VLLM_DEEP_GEMM_WARMUP"] = kept["VLLM_DEEP_GEMM_WARMUP"]
     if gpus:
         switches["CUDA_VISIBLE_DEVICES"] = gpus
-    if not spec.on_cuda:
-        switches["VLLM_CPU_KVCACHE_SPACE"] = kept.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, where the command line gives no size
+    cpu_gib = kept.pop("VLLM_CPU_KVCACHE_SPACE", "1")
+    if not spec.on_cuda and spec.kv_cache_gib is None:  # vLLM would take it before the size on the command line
+        switches["VLLM_CPU_KVCACHE_SPACE"] = cpu_gib
     return kept | switches
 
 

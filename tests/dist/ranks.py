@@ -25,7 +25,9 @@ def on_shared_gpu(host: str) -> dict[str, str]:
     return {"NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0"}
 
 
-def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any, shared_gpu: bool = False) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_processes: int, *args: Any, shared_gpu: bool = False, timeout_s: float = _TIMEOUT_S
+) -> list[Any]:
     """Call `function(*args)` in `num_processes` fresh processes with the launcher's environment; returns the results by rank.
 
     shared_gpu: all of them run on the first GPU. The function must be importable by name. A process that fails ends the test with its output.
@@ -53,7 +55,7 @@ def run_ranks(function: Callable[..., Any], num_processes: int, *args: Any, shar
             _start(call, Path(folder) / f"out{rank}.pkl", env | place, log) for rank, (place, log) in enumerate(zip(places, logs, strict=True))
         ]
         try:
-            _wait(processes, logs)
+            _wait(processes, logs, timeout_s)
         finally:
             for p in processes:
                 p.kill()
@@ -72,9 +74,9 @@ def _start(call: Path, out: Path, env: dict[str, str], log: Path) -> subprocess.
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float) -> None:
     """Wait for all; the first that fails ends the wait, since the others may wait for it in a collective for ever."""
-    deadline = time.monotonic() + _TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while any(p.poll() is None for p in processes):
         failed = [rank for rank, p in enumerate(processes) if p.poll()]
         if failed or time.monotonic() > deadline:

@@ -30,7 +30,7 @@ def run(model: str, run_dir: str, words: list[str], fresh: bool, shared: bool) -
     fresh: the only push is of the changed weights, so that the server has seen no others. Else: the model's, the changed ones, those again.
     shared: server and actor are on one GPU.
     """
-    if shared:
+    if shared and "rollout.vllm.transport=nccl" in words:
         _share_the_gpu()
     recipe = load_recipe(
         ROOT / "recipes" / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml", [*WORDS, *words, f"model.path={model}", f"run.dir={run_dir}"]

@@ -1,23 +1,27 @@
 """Every way of a push to a real server on a GPU: verified, and greedy answers are those of an engine that saw no other weights.
 
-The actor and its server share a GPU where there is one only; over NCCL they are then two hosts to it (tests/dist/ranks.py).
+The actor and its server share a GPU where there is one only; over NCCL they are then two hosts to it (tests/dist/ranks.py). All servers
+start at the same time: run this file in one process, without pytest-xdist.
 """
 
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.dist.ranks import run_ranks
+from tests.gpu.hopper import NEEDS_HOPPER
 from tests.gpu.push_run import run
 from tests.vllm.engines import write_model
 
 pytestmark = [
-    pytest.mark.gpu,
+    *NEEDS_HOPPER,
+    pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None, reason="needs a GPU and vLLM 0.26"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM 0.26"),
 ]
 IPC, NCCL, DISK = ("rollout.vllm.transport=" + name for name in ("ipc", "nccl", "disk"))
 IN_PLACE = "rollout.vllm.load=in_place"
@@ -32,6 +36,7 @@ ROUTES = {
     "nccl-in_place-pp2": (2, [NCCL, IN_PLACE, "parallel.tp=1", "parallel.pp=2"]),
 }
 """Ranks of the actor and words of the recipe."""
+Draws = dict[tuple[str, bool], Future[list[object]]]
 FRESH = "fresh"
 """A server that started on the changed weights and saw no others."""
 
@@ -42,27 +47,28 @@ def push(route: str, graphs: bool, model: Path, run_dir: Path) -> list[object]:
     shared = torch.cuda.device_count() < ranks + 1
     server = ranks if NCCL in words and not shared else 0
     words = [*words, f"rollout.vllm.gpus=['{server}']", f"rollout.vllm.cuda_graphs={str(graphs).lower()}"]
-    drawn: list[object] = run_ranks(run, ranks, str(model), str(run_dir), words, route == FRESH, shared, shared_gpu=shared)[0]
+    found = run_ranks(run, ranks, str(model), str(run_dir), words, route == FRESH, shared, shared_gpu=shared, timeout_s=500)
+    drawn: list[object] = found[0]
     return drawn
 
 
 @pytest.fixture(scope="module")
-def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], list[object]]:
-    """What the servers of the chosen tests drew, by route and CUDA graphs; they start at the same time, with a KV cache of given size."""
+def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draws]:
+    """What the servers of the chosen tests draw, by route and CUDA graphs; they start at the same time, with a KV cache of given size."""
     root = tmp_path_factory.mktemp("push")
     model = write_model(root / "model", "qwen3", 0, fp8=False)
     items = [item for item in request.session.items if item.path == request.path]
     chosen = {(item.callspec.params["route"], item.callspec.params["graphs"]) for item in items}
     kinds = sorted(chosen | {(FRESH, graphs) for _, graphs in chosen})
-    with ThreadPoolExecutor(max_workers=len(kinds)) as threads:
-        runs = {kind: threads.submit(push, *kind, model, root / f"{kind[0]}-{kind[1]}") for kind in kinds}
-        return {kind: run.result() for kind, run in runs.items()}
+    threads = ThreadPoolExecutor(max_workers=len(kinds))
+    yield {kind: threads.submit(push, *kind, model, root / f"{kind[0]}-{kind[1]}") for kind in kinds}
+    threads.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("route", list(ROUTES))
-def test_pushed_weights_answer_as_in_a_fresh_engine(route: str, graphs: bool, drawn: dict[tuple[str, bool], list[object]]) -> None:
-    (fresh,), (first, changed, again) = drawn[FRESH, graphs], drawn[route, graphs]
+def test_pushed_weights_answer_as_in_a_fresh_engine(route: str, graphs: bool, drawn: Draws) -> None:
+    (fresh,), (first, changed, again) = drawn[FRESH, graphs].result(), drawn[route, graphs].result()
     assert first != changed, "the change is too small to be seen"
     assert changed == fresh
     assert again == changed, "a push of the same weights changed something"

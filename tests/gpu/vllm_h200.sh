@@ -4,8 +4,8 @@
 # MODEL_DIR: python -m tests.smollm2_export DIR --aligned --head-dim 128. OUT: gets records.jsonl, curves.png and logs by arm.
 # Needs vLLM 0.26 on the Python path and this package installed, because vLLM finds its norm by entry point (without a network:
 # pip install --no-deps --no-build-isolation -e .). Environment: DATA (folder with mawps/ and gsm8k/; needed), GPU (its number, 0), ARMS, DATASET (mawps or
-# gsm8k), ENGINE (vllm_pool or vllm_colocated), EXTRA (recipe words), SKIP_TESTS. Start several on one GPU in turn, not at once: a server's memory
-# profile counts what its neighbours take in that moment.
+# gsm8k), ENGINE (vllm_pool or vllm_colocated), EXTRA (recipe words), SKIP_TESTS. Start several on one GPU in turn, because a server's memory
+# profile counts what its neighbours take in that moment, or give each a size: EXTRA="rollout.vllm.kv_cache_gib=8 ...".
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 model=$1 out=$2 steps=${3:-30} transport=${4:-disk}

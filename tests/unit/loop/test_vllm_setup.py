@@ -49,6 +49,22 @@ def test_a_tp_degree_that_the_model_cannot_be_cut_by_is_refused_by_its_key(monke
         check_vllm(Recipe(), VllmConfig(tp=3, transport=Transport.disk), actor)
 
 
+@pytest.mark.parametrize("gib", [0.0, -1.0, 1e-10, float("inf"), float("nan")])
+def test_a_kv_cache_that_vllm_could_not_hold_is_refused(gib):
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.kv_cache_gib is "):
+        VllmConfig(kv_cache_gib=gib)
+
+
+def test_a_servers_settings_come_from_the_recipe(tmp_path):
+    cfg = VllmConfig(kv_cache_gib=3.0, gpu_memory_utilization=0.25, max_num_seqs=17, tp=2, transport=Transport.disk)
+    arch = ModelArchitecture.from_hf_config(tiny_config("qwen3").to_dict())
+    actor = SimpleNamespace(arch=arch, device=SimpleNamespace(type="cuda"))
+    (tmp_path / "config.json").write_text(tiny_config("qwen3").to_json_string())
+    pool = vllm_setup._pool(Recipe(), cfg, actor, ["0,1"], tmp_path, tmp_path)
+    spec = pool._members[0].server._spec
+    assert (spec.kv_cache_gib, spec.gpu_memory_utilization, spec.max_num_seqs, spec.tp) == (3.0, 0.25, 17, 2)
+
+
 def test_a_server_of_several_gpus_is_given_as_many():
     with pytest.raises(ValueError, match=r"gpus gives a server '5' and rollout\.vllm\.tp is 2; name 2 for each"):
         VllmConfig(servers=2, tp=2, gpus=["2,3", "5"])

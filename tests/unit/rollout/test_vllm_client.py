@@ -173,6 +173,10 @@ def test_a_kv_cache_of_a_given_size_is_asked_for_in_bytes():
     words = {gib: server_command(replace(SPEC, kv_cache_gib=gib), Path("model"), 1234, with_weights=True) for gib in (None, 0.5)}
     assert words[0.5][words[0.5].index("--kv-cache-memory-bytes") + 1] == str(2**29)
     assert "--kv-cache-memory-bytes" not in words[None]
+    spec, name = replace(SPEC, on_cuda=False), "VLLM_CPU_KVCACHE_SPACE"
+    for base, size in (({}, "1"), ({name: "7"}, "7")):
+        assert server_environment(spec, KEY, "", base)[name] == size
+        assert name not in server_environment(replace(spec, kv_cache_gib=2.0), KEY, "", base), "vLLM would take it before the given size"
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else():
