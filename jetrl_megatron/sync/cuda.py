@@ -5,7 +5,7 @@ and gets the current ones by a push before its first request. Small tensors trav
 
 Rank 0 broadcasts to all engine ranks; with pipeline stages their leaders hand their tensors to rank 0 first, because the API knows
 one sender. A server that dies in the middle of a broadcast blocks it: that push does not come back, unlike one over `disk`.
-Needs CUDA and vLLM 0.26, on which every way of a push is tested (tests/gpu/test_push.py); on a CPU vLLM's sender is replaced (tests/dist).
+Needs CUDA and vLLM 0.26 (tests/gpu/test_push.py has a test for every way of a push); on a CPU vLLM's sender is replaced (tests/dist).
 """
 
 import socket
