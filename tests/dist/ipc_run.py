@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class FakeClient:
             raise ServerGone("reset")
         self.calls.append((method, told["first"], told["last"]))
         self.told_of.append(kwargs.get("in_place"))
+        time.sleep(0.02)  # long enough for the actor to fill another bucket
         buffer = torch.from_file(told["handles"][f"gpu {self.gpu}"], size=ipc._BUFFER_BYTES, dtype=torch.uint8)
         for name, tensor in bucket.read_bucket(told, buffer):
             self.held[name] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
