@@ -18,6 +18,9 @@ def in_words(x: Tensor, parts: int = 1) -> Tensor:
 def copy_in_words(target: Tensor, source: Tensor) -> None:
     """`target.copy_(source)` of one shape and dtype, by words where both lie so."""
     assert target.dtype is source.dtype and target.shape == source.shape, (target.dtype, target.shape, source.dtype, source.shape)
+    if target.is_contiguous() and source.is_contiguous():  # bytes in a row, whatever they mean
+        target.copy_(source)
+        return
     into, words = in_words(target), in_words(source)
     if into.dtype is words.dtype:
         into.copy_(words)

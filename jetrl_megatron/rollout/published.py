@@ -6,7 +6,7 @@ A rectangle's name is `TENSOR[r0:r1,c0:c1]` in elements, and `TENSOR_scale_inv[.
 Left out: how bytes get there (sync/), how an engine reads them back (vllm_worker.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from conversion.architecture import ModelArchitecture
 from conversion.layout import BLOCK, ParallelLayout, check_layout_of
 from conversion.names import SCALE_SUFFIX
-from conversion.shards import Piece, StoredTensor, vllm_tensors
+from conversion.shards import Piece, StoredTensor, hf_tensors, vllm_tensors
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
@@ -90,8 +90,82 @@ def engine_pieces(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list
     return ranks
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A rectangle of one canonical tensor, scales apart from codes, and where an engine rank keeps it."""
+
+    key: str
+    """Name of the rectangle."""
+    hf: str
+    """Name of the tensor."""
+    rows: tuple[int, int]
+    """Elements of the tensor, or blocks."""
+    cols: tuple[int, int]
+    module: str
+    """Of the engine's model."""
+    parameter: str
+    """Its name in the module."""
+    rows_held: tuple[int, int]
+    """Elements of the parameter, or blocks."""
+    cols_held: tuple[int, int]
+    scales: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """What one engine rank holds."""
+
+    places: tuple[Place, ...]
+    """Scales behind their codes, parameter by parameter."""
+    names: frozenset[str]
+    """Of all canonical tensors of the model; a rank may hold nothing of one, as of a small vocabulary."""
+
+
+class EnginePlans:
+    """The plans of the model that was asked for last: between pushes it is the same.
+
+    They are names and ranges alone, no tensors and no modules: a plan depends on what it is asked for and on nothing that may change.
+    """
+
+    def __init__(self) -> None:
+        """Plan nothing yet."""
+        self._asked: tuple[ModelArchitecture, int, frozenset[str]] | None = None
+        self._plans: tuple[EnginePlan, ...] = ()
+
+    def of(self, arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> tuple[EnginePlan, ...]:
+        """Return the plans by engine rank; raises ValueError as `engine_pieces` does."""
+        if self._asked != (arch, tp, fp8):
+            names = {n for tensor in hf_tensors(arch, fp8) for n in ((tensor.name, tensor.scale_name) if tensor.fp8 else (tensor.name,))}
+            places = [tuple(_places(pieces)) for pieces in engine_pieces(arch, tp, fp8)]
+            self._plans = tuple(EnginePlan(places=held, names=frozenset(names)) for held in places)
+            self._asked = arch, tp, fp8
+        return self._plans
+
+
+def _places(pieces: Iterable[tuple[StoredTensor, Piece]]) -> Iterator[Place]:
+    for stored, piece in pieces:
+        module, _, parameter = stored.name.rpartition(".")
+        held = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
+        for scales in (False, True) if stored.fp8 else (False,):
+            suffix = SCALE_SUFFIX if scales else ""
+            rows, cols, rows_held, cols_held = (in_blocks(span) if scales else span for span in (piece.rows, piece.cols, *held))
+            yield Place(
+                key=rectangle_name(piece.hf + suffix, rows, cols),
+                hf=piece.hf + suffix,
+                rows=rows,
+                cols=cols,
+                module=module,
+                parameter=parameter + suffix,
+                rows_held=rows_held,
+                cols_held=cols_held,
+                scales=scales,
+            )
+
+
 def rectangle(x: Tensor, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-    """Return rows and columns of a matrix, or rows of a vector, as a view."""
+    """Return rows and columns of a matrix, or rows of a vector, as a view; the tensor itself where they are all of it."""
+    if rows == (0, x.shape[0]) and (x.dim() == 1 or cols == (0, x.shape[1])):
+        return x
     return x[slice(*rows)] if x.dim() == 1 else x[slice(*rows), slice(*cols)]
 
 
@@ -103,30 +177,29 @@ def shifted(span: tuple[int, int], at: int) -> tuple[int, int]:
 class Fingerprints:
     """Collects the fingerprints of canonical tensors while they stream by, on one stream of the device; see `fingerprint.Hashing`.
 
-    arch, tp, fp8: the engines' model, TP degree and FP8 linears. algorithm: how bytes are hashed.
+    arch, tp, fp8: the engines' model, TP degree and FP8 linears. algorithm: how bytes are hashed. plans: kept from one push to the next.
     """
 
-    def __init__(self, arch: ModelArchitecture, tp: int, fp8: frozenset[str], algorithm: Algorithm) -> None:
+    def __init__(
+        self, arch: ModelArchitecture, tp: int, fp8: frozenset[str], algorithm: Algorithm, plans: EnginePlans | None = None
+    ) -> None:
         """Plan which rectangles of which tensor are hashed for which rank."""
         self.algorithm = algorithm
         self._hashing, self._unsigned = Hashing(algorithm), Hashing(algorithm)
         self._keys: list[list[str]] = [[] for _ in range(tp)]
-        self._wanted: dict[str, list[tuple[int, Piece]]] = {}
-        for rank, pieces in enumerate(engine_pieces(arch, tp, fp8)):
-            for _, piece in pieces:
-                self._wanted.setdefault(piece.hf, []).append((rank, piece))
+        self._wanted: dict[str, list[tuple[int, Place]]] = {}
+        for rank, plan in enumerate((plans or EnginePlans()).of(arch, tp, fp8)):
+            for place in plan.places:
+                self._wanted.setdefault(place.hf, []).append((rank, place))
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Hash the rectangles of one canonical tensor; scales come under their own name, `X.weight_scale_inv`."""
-        is_scale = name.endswith(SCALE_SUFFIX)
-        for rank, piece in self._wanted[name.removesuffix(SCALE_SUFFIX) if is_scale else name]:
-            rows, cols = (in_blocks(piece.rows), in_blocks(piece.cols)) if is_scale else (piece.rows, piece.cols)
-            key = rectangle_name(name, rows, cols)
-            if key not in self._hashing:
-                part = rectangle(tensor, rows, cols)
-                self._hashing.add(key, part)
-                self._note_negative_zeros(key, part)
-            self._keys[rank].append(key)
+        for rank, place in self._wanted[name]:
+            if place.key not in self._hashing:
+                part = rectangle(tensor, place.rows, place.cols)
+                self._hashing.add(place.key, part)
+                self._note_negative_zeros(place.key, part)
+            self._keys[rank].append(place.key)
 
     def _note_negative_zeros(self, key: str, part: Tensor) -> None:
         """Hash a rectangle without its negative zeros too, where it has any: only engines on a CPU, where sha256 is used, lose them."""

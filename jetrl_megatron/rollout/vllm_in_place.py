@@ -17,39 +17,32 @@ import torch
 from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
-from conversion.names import SCALE_SUFFIX
-from conversion.shards import Span, hf_tensors
+from conversion.shards import Span
 from jetrl_megatron.fp8.words import copy_in_words
-from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle, shifted
+from jetrl_megatron.rollout.published import EnginePlans, rectangle
 
 
 class InPlaceWriter:
     """Where the canonical tensors of a model go in one engine rank.
 
-    model: vLLM's. arch: its dimensions. tp, rank: the engine's. Raises ValueError where a layer is missing, or multiplies by a packed copy
-    of its weight.
+    model: vLLM's. arch: its dimensions. tp, rank: the engine's. plans: kept from one push to the next, where the writer, which holds
+    tensors, serves one push. Raises ValueError where a layer is missing, or multiplies by a packed copy of its weight.
     """
 
-    def __init__(self, model: torch.nn.Module, arch: ModelArchitecture, tp: int, rank: int) -> None:
+    def __init__(self, model: torch.nn.Module, arch: ModelArchitecture, tp: int, rank: int, plans: EnginePlans | None = None) -> None:
         """Find every rectangle's place."""
-        fp8 = fp8_linears(model)
-        self._places: dict[str, list[tuple[Tensor, Span, Span]]] = {}
-        for tensor in hf_tensors(arch, fp8):  # a rank may hold nothing of one, as of a small vocabulary
-            self._places |= {tensor.name: []} | ({tensor.scale_name: []} if tensor.fp8 else {})
-        for stored, piece in engine_pieces(arch, tp, fp8)[rank]:
-            stem, _, kind = stored.name.rpartition(".")
-            try:
-                module: Any = model.get_submodule(stem)
-            except AttributeError as error:
-                raise ValueError(f"the engine's model has no {stored.name}, and the actor's has: their config.json differ") from error
+        plan, modules = (plans or EnginePlans()).of(arch, tp, fp8_linears(model))[rank], modules_by_name(model)
+        self._places: dict[str, list[tuple[Tensor, Span, Span]]] = {name: [] for name in plan.names}
+        for place in plan.places:
+            module = modules.get(place.module)
+            if module is None:
+                raise ValueError(
+                    f"the engine's model has no {place.module}.{place.parameter}, and the actor's has: their config.json differ"
+                )
             if hasattr(module, "cpu_linear"):
-                raise ValueError(f"{stem} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
-            rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
-            place = rectangle(getattr(module, kind).detach(), rows, cols)
-            self._places[piece.hf].append((place, piece.rows, piece.cols))
-            if stored.fp8:
-                place = rectangle(module.weight_scale_inv.detach(), in_blocks(rows), in_blocks(cols))
-                self._places[piece.hf + SCALE_SUFFIX].append((place, in_blocks(piece.rows), in_blocks(piece.cols)))
+                raise ValueError(f"{place.module} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
+            held = rectangle(getattr(module, place.parameter).detach(), place.rows_held, place.cols_held)
+            self._places[place.hf].append((held, place.rows, place.cols))
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -61,6 +54,11 @@ class InPlaceWriter:
                 if place.dtype is not tensor.dtype:
                     raise ValueError(f"{name} is {tensor.dtype} and the parameter {place.dtype}: the arms of actor and server differ")
                 copy_in_words(place, rectangle(tensor, rows, cols))
+
+
+def modules_by_name(model: torch.nn.Module) -> dict[str, Any]:
+    """Return every module under each of its names, as `model.get_submodule` finds them one by one."""
+    return dict(model.named_modules(remove_duplicate=False))
 
 
 def fp8_linears(model: torch.nn.Module) -> frozenset[str]:

@@ -5,14 +5,14 @@ worker holds, in checkpoint layout, and which of them were read back with negati
 (`--worker-extension-cls jetrl_megatron.rollout.vllm_worker.WeightReader`) and mixes it into its own worker.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
-from conversion.names import EMBEDDING, SCALE_SUFFIX
-from conversion.shards import Piece, StoredTensor
+from conversion.names import EMBEDDING
 from jetrl_megatron.rollout.bucket import open_bucket
 from jetrl_megatron.rollout.compat import (
     begin_reload,
@@ -27,13 +27,17 @@ from jetrl_megatron.rollout.compat import (
     worker_tp_rank,
 )
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
-from jetrl_megatron.rollout.published import engine_pieces, in_blocks, rectangle, rectangle_name, shifted
-from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter, fp8_linears
+from jetrl_megatron.rollout.published import EnginePlans, Place, rectangle
+from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter, fp8_linears, modules_by_name
 from jetrl_megatron.rollout.vllm_plugin import registered
 
 
 class WeightReader:
     """Mixin of vLLM's worker."""
+
+    _jetrl_loading: "_Loading | None" = None
+    """Between the first bucket of a push and the last."""
+    _jetrl_plans: EnginePlans | None = None
 
     def jetrl_prepare(self) -> dict[str, int]:
         """Make the device ready for the first request; called once behind the start. Returns `context_toks` of the engine.
@@ -54,24 +58,35 @@ class WeightReader:
         """Load one bucket of whole canonical tensors from a buffer of the actor on this worker's GPU; see `rollout/bucket.py`.
 
         The first one of a push readies the model for all, the last one completes it. in_place: the model's config.json, as the actor reads
-        it, where weights are written into the parameters, from a copy of the bucket; None where vLLM's loader takes them.
+        it, with the first bucket, where weights are written into the parameters straight from the buffer; None where vLLM's loader takes
+        copies of them. Raises RuntimeError for a bucket whose push has not begun here.
         """
         model, worker = worker_model(self), cast(Any, self)
-        if in_place is not None:
-            if bucket["first"]:
-                arch = ModelArchitecture.from_hf_config(in_place)
-                self._jetrl_writer = InPlaceWriter(model, arch, worker.parallel_config.tensor_parallel_size, worker_tp_rank())
-            self._jetrl_writer.write(open_bucket(bucket, worker.device))
-            torch.accelerator.synchronize()
-            if bucket["last"]:
-                del self._jetrl_writer
-            return
         if bucket["first"]:
-            begin_reload(model)
-        cast(Any, model).load_weights(open_bucket(bucket, worker.device))
-        torch.accelerator.synchronize()
+            self._jetrl_loading = _Loading(writer=None if in_place is None else self._jetrl_writer(model, in_place))
+            if in_place is None:
+                begin_reload(model)
+        loading = self._jetrl_loading
+        if loading is None:
+            raise RuntimeError("a bucket came whose push has not begun in this worker")
+        if loading.writer is not None:
+            loading.writer.write(open_bucket(bucket, worker.device, loading.opened, copies=False))
+        else:
+            cast(Any, model).load_weights(open_bucket(bucket, worker.device, loading.opened))
+        torch.accelerator.synchronize()  # from here on the buffer is the actor's again
         if bucket["last"]:
-            end_reload(model, self)
+            self._jetrl_loading = None
+            if loading.writer is None:
+                end_reload(model, self)
+
+    def _jetrl_writer(self, model: torch.nn.Module, config: dict[str, Any]) -> InPlaceWriter:
+        tp = cast(Any, self).parallel_config.tensor_parallel_size
+        return InPlaceWriter(model, ModelArchitecture.from_hf_config(config), tp, worker_tp_rank(), self._jetrl_known())
+
+    def _jetrl_known(self) -> EnginePlans:
+        if self._jetrl_plans is None:
+            self._jetrl_plans = EnginePlans()
+        return self._jetrl_plans
 
     @torch.no_grad()
     def jetrl_fingerprints(self, config: dict[str, Any], algorithm: str, refresh: bool, slept: bool) -> dict[str, Any]:
@@ -89,8 +104,8 @@ class WeightReader:
         rank = worker_tp_rank()
         reader = _Reader(model, cast(Algorithm, algorithm))
         fp8 = fp8_linears(model)
-        for stored, piece in engine_pieces(arch, tp, fp8)[rank]:
-            reader.read(stored, piece)
+        for place in self._jetrl_known().of(arch, tp, fp8)[rank].places:
+            reader.read(place)
         held = reader.held(arch.tie_embeddings)
         changed = _changed(self._jetrl_buffers, _buffers(model)) if slept else []
         return {
@@ -100,6 +115,14 @@ class WeightReader:
             "fp8_linears": len(fp8),
             "changed_buffers": changed,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loading:
+    """A push under way: its writer, None where vLLM's loader takes the tensors, and the actor's buffers that are open here."""
+
+    writer: InPlaceWriter | None
+    opened: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, str]:
@@ -119,16 +142,17 @@ class _Reader:
     def __init__(self, model: torch.nn.Module, algorithm: Algorithm) -> None:
         self.unsigned_zeros: list[str] = []
         self._model, self._hashing = model, Hashing(algorithm)
-        self._last: tuple[str, Tensor, bool] | None = None
+        self._modules = modules_by_name(model)  # as they are now: what is read is what the model computes with
+        self._last: tuple[tuple[str, str], Tensor, bool] | None = None
 
-    def read(self, stored: StoredTensor, piece: Piece) -> None:
-        weight, unsigned = self._tensor(stored.name)
-        rows, cols = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
-        self._note(rectangle_name(piece.hf, piece.rows, piece.cols), rectangle(weight, rows, cols), unsigned)
-        if stored.fp8:
-            scales = self._module(stored.name).weight_scale_inv.detach()
-            part = rectangle(scales, in_blocks(rows), in_blocks(cols))
-            self._note(rectangle_name(piece.hf + SCALE_SUFFIX, in_blocks(piece.rows), in_blocks(piece.cols)), part, False)
+    def read(self, place: Place) -> None:
+        if place.scales:
+            tensor, unsigned = getattr(self._modules[place.module], place.parameter).detach(), False
+        else:
+            tensor, unsigned = self._tensor(place.module, place.parameter)
+        self._hashing.add(place.key, rectangle(tensor, place.rows_held, place.cols_held))
+        if unsigned:
+            self.unsigned_zeros.append(place.key)
 
     def held(self, tied: bool) -> dict[str, str]:
         """Return the rectangles read so far; waits for the device.
@@ -148,17 +172,10 @@ class _Reader:
         table = unsigned_zero(embedding_rows(self._model.get_submodule(EMBEDDING.removesuffix(".weight"))))
         return not torch.equal(rows.view(torch.int16), table.view(torch.int16))
 
-    def _note(self, key: str, part: Tensor, unsigned: bool) -> None:
-        self._hashing.add(key, part)
-        if unsigned:
-            self.unsigned_zeros.append(key)
-
-    def _module(self, name: str) -> Any:
-        return self._model.get_submodule(name.rpartition(".")[0])
-
-    def _tensor(self, name: str) -> tuple[Tensor, bool]:
-        if self._last is None or self._last[0] != name:
-            module, kind = self._module(name), name.rpartition(".")[2]
-            weight, unsigned = (embedding_rows(module), False) if name == EMBEDDING else held_weight(module, kind)
-            self._last = (name, weight, unsigned)
+    def _tensor(self, name: str, parameter: str) -> tuple[Tensor, bool]:
+        if self._last is None or self._last[0] != (name, parameter):
+            module = self._modules[name]
+            is_table = f"{name}.{parameter}" == EMBEDDING
+            weight, unsigned = (embedding_rows(module), False) if is_table else held_weight(module, parameter)
+            self._last = ((name, parameter), weight, unsigned)
         return self._last[1], self._last[2]

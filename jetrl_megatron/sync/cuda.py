@@ -30,6 +30,8 @@ from jetrl_megatron.sync.transport import StageRecord, check_sent, engine_config
 from jetrl_megatron.sync.wire import StageWire
 
 _BUFFER_BYTES = 512 * 2**20
+_MADE_TOGETHER, _MADE_BYTES = 32, 64 * 2**20
+"""Tensors that are made before one is handed to vLLM's sender, until they have so many bytes: what is made waits in memory."""
 
 
 class MemoryTransport:
@@ -189,17 +191,32 @@ def made_on(home: torch.cuda.Stream, stream: Iterator[tuple[str, Tensor]]) -> It
     """Make every tensor of `stream` on the CUDA stream `home`, whichever is current where it is taken; that one waits for it.
 
     vLLM's sender takes tensors on two CUDA streams in turn. The weights and their hashes belong to `home`, and a gathered bucket outlives a
-    turn: its bytes, put there on one, would be read on the other, and its memory be used again, with nothing in between that waits.
+    turn: its bytes, put there on one, would be read on the other, and its memory be used again, with nothing in between that waits. Small
+    tensors are made several at a time, because changing streams and waiting cost the host more than the tensors do.
     """
-    while True:
-        with torch.cuda.stream(home):
-            made = next(stream, None)
-        if made is None:
-            return
-        taker = torch.cuda.current_stream(home.device)
-        taker.wait_stream(home)
-        made[1].record_stream(taker)
-        yield made
+    while made := _made_together(home, stream):
+        waiting: list[torch.cuda.Stream] = []
+        for name, tensor in made:
+            taker = torch.cuda.current_stream(home.device)
+            if taker not in waiting:
+                taker.wait_stream(home)
+                waiting.append(taker)
+            tensor.record_stream(taker)
+            yield name, tensor
+
+
+def _made_together(home: torch.cuda.Stream, stream: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Take tensors on `home` until they are enough for one wait; an empty list at the end."""
+    made: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    with torch.cuda.stream(home):
+        while len(made) < _MADE_TOGETHER and num_bytes < _MADE_BYTES:
+            item = next(stream, None)
+            if item is None:
+                break
+            made.append(item)
+            num_bytes += item[1].nbytes
+    return made
 
 
 def _send_to_first(stream: Iterator[tuple[str, Tensor]]) -> None:

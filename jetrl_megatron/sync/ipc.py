@@ -2,8 +2,9 @@
 
 Enters: the stage wires. Leaves: verified servers, and no weights on a disk, as with NCCL. Each rank gathers whole tensors over its TP group
 into a buffer on its GPU; rank 0 collects where all the buffers are and posts that, bucket by bucket, to every server at the same time; each
-worker reads the buffer on its own GPU. The next bucket is filled when every server has read the last. Rank 0 hashes its tensors as they
-pass, and every server is held to that. A server that dies leaves the push, and gets its weights by the next one; the rest goes on.
+worker reads the buffer on its own GPU. There are two buffers: while servers read one bucket the next is filled, and the first before they
+have paused. The one after that waits until every server has read the first. Rank 0 hashes its tensors as they pass, and every server is
+held to that. A server that dies leaves the push, and gets its weights by the next one; the rest goes on.
 It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26.
 """
 
@@ -26,6 +27,8 @@ from jetrl_megatron.sync.transport import StageRecord, merge_shares
 from jetrl_megatron.sync.wire import StageWire
 
 _BUFFER_BYTES = 512 * 2**20
+_NUM_BUFFERS = 2
+"""`Relay` lets one bucket be filled while another is read."""
 
 
 class IpcTransport(MemoryTransport):
@@ -47,7 +50,7 @@ class IpcTransport(MemoryTransport):
         model = {"in_place": self._engine_config(wire)} if self._in_place else {}
 
         def load(client: EngineClient, _: Published) -> None:
-            relay.follow(lambda bucket: client.rpc("jetrl_load", {"bucket": bucket, **model}, self._timeout_s))
+            relay.follow(lambda bucket: client.rpc("jetrl_load", {"bucket": bucket, **(model if bucket["first"] else {})}, self._timeout_s))
 
         def update() -> None:
             try:
@@ -64,21 +67,28 @@ class IpcTransport(MemoryTransport):
         return published.expected.result().version
 
     def _show(self, wire: StageWire, relay: Relay[Bucket] | None, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Fill this rank's buffer again and again; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""
-        buffer = new_buffer(_buffer_bytes(wire), wire.device)
-        mine = (gpu_name(wire.device), show_buffer(buffer))
+        """Fill this rank's buffers in turn; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""
+        buffers = [new_buffer(_buffer_bytes(wire), wire.device) for _ in range(_NUM_BUFFERS)]
+        gpu, shown = gpu_name(wire.device), [show_buffer(buffer) for buffer in buffers]
         try:
-            for bucket in fill_buckets(stream, buffer):
-                handles = self._group.to_first(mine)
+            for bucket in fill_buckets(stream, buffers):
+                handles = self._group.to_first((gpu, shown[bucket["buffer"]]))
                 if relay is not None:
                     assert handles is not None
                     relay.give({**bucket, "handles": dict(handles)})
-                if self._group.from_first(True) is not True:  # every server has read it, or rank 0 says that it failed
-                    raise RunFailure("rank 0 broke off the push; its log says why")
+                self._hear()  # every server has read the bucket before, whose buffer is the next one
+            if relay is not None:
+                relay.settle()
+            self._hear()  # and this one
         finally:
             if relay is not None:
                 relay.end()
         torch.cuda.ipc_collect()
+
+    def _hear(self) -> None:
+        """Hear from rank 0 that the push goes on."""
+        if self._group.from_first(True) is not True:
+            raise RunFailure("rank 0 broke off the push; its log says why")
 
 
 def _buffer_bytes(wire: StageWire) -> int:

@@ -25,6 +25,15 @@ class Run:
     """Rows from one rectangle to the next, 0 where there is no next."""
     target_step: int
 
+    def covers(self, rows_cols: tuple[int, int]) -> bool:
+        """Tell whether this is one rectangle that is all of a target of that many rows and columns."""
+        return self.count == 1 and (self.first.target_rows, self.first.target_cols) == ((0, rows_cols[0]), (0, rows_cols[1]))
+
+    def view(self, source: Tensor, *, scales: bool = False) -> Tensor:
+        """Return the first rectangle where it lies in the source matrix, of elements, or of scales."""
+        unit = BLOCK if scales else 1
+        return _strided(source, self.first.source_rows, self.first.source_cols, unit, 1, 0)[0]
+
     def copy(self, target: Tensor, source: Tensor, *, scales: bool = False) -> None:
         """Copy between the two whole matrices, [rows, cols] of elements, or of scales of 128x128 blocks."""
         op, unit = self.first, BLOCK if scales else 1
@@ -67,6 +76,8 @@ def _longer(run: Run, last: CopyOp, op: CopyOp) -> Run | None:
 
 def _strided(x: Tensor, rows: Span, cols: Span, unit: int, count: int, step: int) -> Tensor:
     """A view of `count` rectangles [count, height, width]; ranges and step in elements, x in units of them."""
-    (r0, r1), (c0, c1) = ((start // unit, -(-end // unit)) for start, end in (rows, cols))
-    part = x[r0:r1, c0:c1]
-    return part.as_strided((count, r1 - r0, c1 - c0), (step // unit * x.stride(0), x.stride(0), x.stride(1)), part.storage_offset())
+    down, across = x.stride()
+    top, left = rows[0] // unit, cols[0] // unit
+    size = (count, -(-rows[1] // unit) - top, -(-cols[1] // unit) - left)
+    assert top + (count - 1) * (step // unit) + size[1] <= x.shape[0] and left + size[2] <= x.shape[1], (rows, cols, x.shape)
+    return x.as_strided(size, (step // unit * down, down, across), x.storage_offset() + top * down + left * across)

@@ -1,8 +1,8 @@
-"""One stream of messages to several takers, in step: what rank 0 collects from all ranks goes to every server before the next is made.
+"""One stream of messages to several takers: while they read one, rank 0 makes the next, and no more than that.
 
 Enters: on one thread messages, on each server's thread a function that takes one. Leaves: every message taken once by every taker that
-lives. Invariant: `give` returns when nobody reads the message any more. A taker that fails is out, and the rest goes on; who does not come
-says so with `leave`.
+lives. Invariant: when `give` returns nobody reads any message but the one it was given, and when `end` returns nobody reads at all. No
+message is read before all takers have come; who does not come says so with `leave`. A taker that fails is out, and the rest goes on.
 """
 
 import threading
@@ -18,24 +18,35 @@ class Relay(Generic[Message]):
     def __init__(self, expected: int) -> None:
         """Wait for nobody yet."""
         self._changed = threading.Condition()
-        self._missing, self._takers, self._owed = expected, 0, 0
+        self._missing, self._takers, self._through = expected, 0, 0
+        """Takers that have not come, that have come and live, and that are through with the last message."""
         self._message: Message | None = None
         self._given, self._over = 0, False
 
     def give(self, message: Message) -> None:
-        """Hand a message to every taker, once all have come, and wait until all are through with it."""
+        """Wait until all takers are through with the message before, and hand them this one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._missing <= 0)
-            self._message, self._owed = message, self._takers
+            self._changed.wait_for(self._all_through)
+            self._message, self._through = message, 0
             self._given += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._owed == 0)
+
+    def settle(self) -> None:
+        """Wait until all takers have come and are through with what was given."""
+        with self._changed:
+            self._changed.wait_for(self._all_through)
 
     def end(self) -> None:
-        """Say that no message follows."""
+        """Say that no message follows, and wait for those who read; what nobody has begun to read by then is withdrawn."""
         with self._changed:
             self._over = True
+            if self._missing > 0:
+                self._given = 0
             self._changed.notify_all()
+            self._changed.wait_for(self._all_through)
+
+    def _all_through(self) -> bool:
+        return self._given == 0 or (self._missing <= 0 and self._through >= self._takers)
 
     def leave(self) -> None:
         """Say that one taker that is expected does not come."""
@@ -54,26 +65,26 @@ class Relay(Generic[Message]):
         with self._changed:
             self._missing -= 1
             self._takers += 1
-            seen = self._given
             self._changed.notify_all()
+        seen = 0
         while self._has_next(seen):
             seen += 1
             assert self._message is not None
-            through = False
+            stays = False
             try:
                 take(self._message)
-                through = True
+                stays = True
             finally:
-                self._settle(stays=through)
+                self._leave_message(stays)
 
     def _has_next(self, seen: int) -> bool:
         """Wait for the message behind number `seen`; returns False at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._given > seen or self._over)
+            self._changed.wait_for(lambda: (self._missing <= 0 and self._given > seen) or self._over)
             return self._given > seen
 
-    def _settle(self, stays: bool) -> None:
+    def _leave_message(self, stays: bool) -> None:
         with self._changed:
-            self._owed -= 1
+            self._through += 1 if stays else 0
             self._takers -= 0 if stays else 1
             self._changed.notify_all()

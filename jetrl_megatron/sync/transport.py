@@ -52,7 +52,7 @@ class StageRecord:
 
     def __init__(self, wire: StageWire, engine_tp: int) -> None:
         """Start with nothing seen."""
-        self._prints = Fingerprints(wire.arch, engine_tp, wire.fp8, algorithm_for(wire.device))
+        self._prints = Fingerprints(wire.arch, engine_tp, wire.fp8, algorithm_for(wire.device), wire.engine_plans)
         self._names: list[str] = []
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -5,12 +5,16 @@ Enters: the actor (its BF16 parameters and the weight cache of the rollout side)
 holds.
 
 TP ranks of one stage put the bytes of several parameters, scales with them, end to end into one buffer and gather it in one call; then the
-planner's copy operations (conversion.plan) place the rectangles, merged where they can be (rectangles.py): a push is many small tensors,
-and the host's calls take longer than the copies. Nothing is gathered over pipeline stages or data-parallel ranks, nor with one TP rank.
+planner's copy operations (conversion.plan) place the rectangles, merged where they can be (rectangles.py). Nothing is gathered over
+pipeline stages or data-parallel ranks, nor with one TP rank. A push is many small tensors, and the host's calls take longer than the
+copies: what does not change between pushes is worked out once (which module holds what, what is gathered together, what engines hold), and
+what lies in one piece is not copied. Parameters and cache entries are looked up again by every push.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,7 @@ from conversion.plan import CopyOp, TargetPlan, make_plan
 from conversion.shards import StoredTensor, hf_tensors, megatron_tensors, rank_key
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import LinearPrecision
+from jetrl_megatron.rollout.published import EnginePlans
 from jetrl_megatron.sync.rectangles import runs
 
 BUCKET_BYTES = 256 * 2**20
@@ -62,6 +67,10 @@ class StageWire:
         self._targets = [t for t in plan.targets if t.ops[0].source.location in mine]
         self._runs = {t.target.name: runs(t.ops) for t in self._targets}
         self._own = {(mine[s.location][1], s.name): s for s in everything if s.location in mine and mine[s.location][0] == ranks.tp_rank}
+        self._modules = {source: self._module(*source) for source in self._own}
+        self._buckets = list(self._cut())
+        self.engine_plans = EnginePlans()
+        """What engines hold of these tensors."""
 
     @property
     def receives(self) -> bool:
@@ -93,7 +102,11 @@ class StageWire:
         return self._actor.ranks.pp
 
     def described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return name -> (torch's name of the dtype, shape) of every canonical tensor of the model, scales included."""
+        """Return name -> (torch's name of the dtype, shape) of every canonical tensor of the model, scales included; not to be changed."""
+        return self._described
+
+    @cached_property
+    def _described(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for target in hf_tensors(self.arch, self.fp8):
             found[target.name] = ("float8_e4m3fn" if target.fp8 else "bfloat16", target.shape)
@@ -111,21 +124,20 @@ class StageWire:
         targets = [t.target for t in self._plan.targets if t.ops[0].source.location in places]
         return [name for t in targets for name in ((t.name, t.scale_name) if t.fp8 else (t.name,))]
 
-    @torch.no_grad()
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Gather bucket after bucket and yield (name, tensor) on receiving ranks; nothing on others, which still take part.
 
-        Every tensor is a copy; with one TP rank nothing is gathered, and it is made when it is taken: no weight may change before the end.
-        Raises RuntimeError where one had changed after it was quantised.
+        With one TP rank nothing is gathered, and a tensor that lies in one piece is what the actor holds, not a copy: it may be read alone,
+        and no weight may change before the end. Raises RuntimeError where one had changed after it was quantised.
         """
-        for targets in self._buckets():
+        for targets in self._buckets:
             held = self._held(list(dict.fromkeys(self._source(op) for target in targets for op in target.ops)))
             if held is None:
                 continue
             for target in targets:
                 yield from self._assemble(target, held)
 
-    def _buckets(self) -> Iterator[list[TargetPlan]]:
+    def _cut(self) -> Iterator[list[TargetPlan]]:
         """Cut the targets, in order, into lists of at most BUCKET_BYTES that no fused parameter crosses."""
         bucket: list[TargetPlan] = []
         seen: set[tuple[int, str]] = set()
@@ -146,6 +158,7 @@ class StageWire:
         """Return (model chunk, Megatron name) of an operation's source."""
         return self._place[op.source.location][1], op.source.name
 
+    @torch.no_grad()
     def _held(self, sources: list[tuple[int, str]]) -> list[_Matrices] | None:
         """Return by TP rank what it holds of `sources`, on receiving ranks; None elsewhere."""
         own = {source: self._local(self._own[source], *source) for source in sources}
@@ -181,16 +194,20 @@ class StageWire:
 
     def _local(self, stored: StoredTensor, chunk: int, name: str) -> tuple[Tensor, Tensor | None]:
         """Return this rank's elements, or codes and scales, of one parameter, as matrices; a vector has one column."""
-        parameter = self._actor.chunks[chunk].get_parameter(name)
+        module = self._modules[chunk, name]
         if not stored.fp8:
-            assert tuple(parameter.shape) == stored.shape, (name, parameter.shape, stored.shape)
+            parameter = getattr(module, name.rpartition(".")[2])
+            assert tuple(parameter.shape) == stored.shape and parameter.dtype is torch.bfloat16, (name, parameter.shape, parameter.dtype)
             return parameter.detach().view(stored.rows_cols), None
-        linear = self._actor.chunks[chunk].get_submodule(name.removesuffix(".weight"))
-        cache = linear.flow_sides["rollout"].cache
+        cache = module.flow_sides["rollout"].cache
         assert cache is not None, name
-        weight = cache.get(linear.flow_name).w
+        weight = cache.get(module.flow_name).w
         assert tuple(weight.data.shape) == stored.shape and tuple(weight.scale.shape) == stored.scale_shape, (name, weight.data.shape)
         return weight.data, weight.scale.float()
+
+    def _module(self, chunk: int, name: str) -> Any:
+        """Return the module that holds a parameter."""
+        return self._actor.chunks[chunk].get_submodule(name.rpartition(".")[0])
 
     def _gather(self, buffer: Tensor) -> list[Tensor] | None:
         """Return the buffers of all TP ranks on receiving ranks, None elsewhere."""
@@ -202,9 +219,17 @@ class StageWire:
             dist.gather(buffer, buffers, dst=dist.get_global_rank(self._group, 0), group=self._group)
         return buffers
 
-    def _assemble(self, plan: TargetPlan, held: list[_Matrices]) -> Iterator[tuple[str, Tensor]]:
-        """Yield one canonical tensor, and its scales where it is FP8."""
+    def _assemble(self, plan: TargetPlan, held: list[_Matrices]) -> list[tuple[str, Tensor]]:
+        """Return one canonical tensor, and its scales where it is FP8."""
         target = plan.target
+        whole = self._runs[target.name][0]
+        if self._group.size() == 1 and whole.covers(target.rows_cols):
+            (data, grid), name = held[0][self._source(whole.first)], target.name
+            found = [(name, whole.view(data).reshape(target.shape))]
+            if target.fp8:
+                assert grid is not None, name
+                found.append((target.scale_name, whole.view(grid, scales=True)))
+            return found
         dtype = torch.float8_e4m3fn if target.fp8 else torch.bfloat16
         out = torch.empty(target.rows_cols, dtype=dtype, device=self.device)
         scales = torch.empty(target.scale_shape, dtype=torch.float32, device=self.device) if target.fp8 else None
@@ -215,9 +240,7 @@ class StageWire:
             if scales is not None:
                 assert grid is not None, op.source.name
                 run.copy(scales, grid, scales=True)
-        yield target.name, out.view(target.shape)
-        if scales is not None:
-            yield target.scale_name, scales
+        return [(target.name, out.view(target.shape))] + ([] if scales is None else [(target.scale_name, scales)])
 
 
 def _view(buffer: Tensor, at: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:

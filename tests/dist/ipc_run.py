@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class FakeClient:
             raise ServerGone("reset")
         self.calls.append((method, told["first"], told["last"]))
         self.told_of.append(kwargs.get("in_place"))
+        time.sleep(0.02)  # long enough for the actor to fill another bucket
         buffer = torch.from_file(told["handles"][f"gpu {self.gpu}"], size=ipc._BUFFER_BYTES, dtype=torch.uint8)
         for name, tensor in bucket.read_bucket(told, buffer):
             self.held[name] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -84,13 +86,19 @@ def publisher_of(
     """Return what pushes to one server a rank, on this rank, and the pool on rank 0."""
     actor = build(hf_dir, tp, 1, "k_complete", "jetrl")
     group = RunGroup(60.0)
-    file = Path(root) / f"buffer{group.rank}"
     ipc._BUFFER_BYTES = bucket_bytes
-    mapped = torch.from_file(str(file), shared=True, size=bucket_bytes, dtype=torch.uint8)
-    ipc.new_buffer = lambda num_bytes, device: mapped
+    files: dict[int, str] = {}
+
+    def new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+        file = str(Path(root) / f"buffer{group.rank}-{len(files)}")
+        mapped = torch.from_file(file, shared=True, size=num_bytes, dtype=torch.uint8)
+        files[mapped.data_ptr()] = file
+        return mapped
+
+    ipc.new_buffer = new_buffer
     ipc.gpu_name = lambda device: f"gpu {group.rank}"
     torch.cuda.ipc_collect = lambda: None
-    ipc.show_buffer = lambda buffer: str(file)  # type: ignore[assignment,return-value]
+    ipc.show_buffer = lambda buffer: files[buffer.data_ptr()]  # type: ignore[assignment,return-value]
     pool = None
     if group.rank == 0:
         pool = FakePool([FakeClient(gpu, dies_at if gpu == 1 else ALIVE) for gpu in range(group.size)])

@@ -17,7 +17,7 @@ class FileReader(WeightReader):
         shown = bucket["handles"]["file"]
         buffer = torch.from_file(shown["path"], size=shown["num_bytes"], dtype=torch.uint8)
         plain = vllm_worker.open_bucket
-        vllm_worker.open_bucket = lambda bucket, device: read_bucket(bucket, buffer)
+        vllm_worker.open_bucket = lambda bucket, device, opened: read_bucket(bucket, buffer)
         try:
             super().jetrl_load(bucket)
         finally:

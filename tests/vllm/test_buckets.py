@@ -21,7 +21,7 @@ def load_in_buckets(path, left_out=""):
         tensors = [(n, t) for n, t in load_file(published.directory / "model.safetensors").items() if n != left_out]
         handles = {"file": {"path": str(path), "num_bytes": NUM_BYTES}}
         buckets = 0
-        for bucket in fill_buckets(tensors, buffer):
+        for bucket in fill_buckets(tensors, [buffer]):
             client.rpc("jetrl_load", {"bucket": {**bucket, "handles": handles}}, 60.0)
             buckets += 1
         assert buckets > 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetrl_megatron.rollout import bucket as module
-from jetrl_megatron.rollout.bucket import fill_buckets, open_bucket, open_buffer, show_buffer
+from jetrl_megatron.rollout.bucket import fill_buckets, open_bucket, open_buffer, read_bucket, show_buffer
 
 CPU = torch.device("cpu")
 
@@ -40,30 +40,43 @@ def shown(monkeypatch):
     return buffers
 
 
-@pytest.mark.parametrize("num_bytes", [200, 256, 10_000])
-def test_every_tensor_comes_out_once_with_its_bits_whatever_fits_a_bucket(shown, num_bytes):
-    buffer = shown["handle"] = torch.zeros(num_bytes, dtype=torch.uint8)
-    found, ends = {}, []
-    for bucket in fill_buckets(tensors().items(), buffer):
-        sent = json.loads(json.dumps({**bucket, "handles": {"gpu 7": "handle"}}))
-        for name, tensor in open_bucket(sent, CPU):
-            assert name not in found
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize(("num_bytes", "number"), [(200, 5), (600, 2), (10_000, 1)])
+def test_every_tensor_comes_out_once_with_its_bits_whatever_fits_a_bucket(shown, num_bytes, number, copies):
+    buffers = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2)]
+    shown.update(enumerate(buffers))
+    found, ends, opened, wanted = {}, [], {}, tensors()
+    for bucket in fill_buckets(wanted.items(), buffers):
+        sent = json.loads(json.dumps({**bucket, "handles": {"gpu 7": bucket["buffer"]}}))
+        for name, tensor in open_bucket(sent, CPU, opened, copies=copies):
+            assert name not in found and same(tensor, wanted[name])
+            assert (tensor.untyped_storage().data_ptr() != buffers[sent["buffer"]].data_ptr()) == copies
             found[name] = tensor
-        ends.append((sent["first"], sent["last"]))
-    buffer.fill_(0)  # what was read is a copy
-    wanted = tensors()
-    assert list(found) == list(wanted) and all(same(found[n], wanted[n]) for n in wanted)
-    assert ends == [(n == 0, n == len(ends) - 1) for n in range(len(ends))] and (len(ends) == 1) == (num_bytes == 10_000)
+        if len(ends):
+            assert buffers[1 - sent["buffer"]].any(), "the bucket before may still be read"
+        ends.append((sent["first"], sent["last"], sent["buffer"]))
+    for buffer in buffers:
+        buffer.fill_(0)
+    assert list(found) == list(wanted) and all(same(found[n], wanted[n]) == copies for n in wanted)
+    assert ends == [(n == 0, n == number - 1, n % 2) for n in range(number)] and len(opened) == min(number, 2)
+
+
+def test_the_bucket_before_stays_what_it_was_while_the_next_is_filled():
+    buffers = [torch.zeros(200, dtype=torch.uint8) for _ in range(2)]
+    filling, wanted = fill_buckets(tensors().items(), buffers), list(tensors().values())
+    one = next(filling)
+    next(filling)
+    assert same(read_bucket(one, buffers[0])[0][1], wanted[0])
 
 
 def test_a_tensor_larger_than_a_bucket_is_refused():
     with pytest.raises(ValueError, match="large has 200 bytes and a bucket has 199"):
-        list(fill_buckets(tensors().items(), torch.zeros(199, dtype=torch.uint8)))
+        list(fill_buckets(tensors().items(), [torch.zeros(199, dtype=torch.uint8)]))
 
 
 def test_a_worker_on_a_gpu_without_the_actor_says_so(shown):
     with pytest.raises(ValueError, match="no rank of the actor shows a buffer on GPU gpu 7, only on gpu 3"):
-        open_bucket({"names": [], "dtypes": [], "shapes": [], "offsets": [], "handles": {"gpu 3": "handle"}}, CPU)
+        open_bucket({"names": [], "dtypes": [], "shapes": [], "offsets": [], "handles": {"gpu 3": "handle"}}, CPU, {})
 
 
 def test_what_is_shown_of_a_buffer_is_json_and_opens_it_with_torchs_own_arguments(monkeypatch):

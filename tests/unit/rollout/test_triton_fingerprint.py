@@ -17,7 +17,7 @@ from conversion.shards import hf_tensors
 from jetrl_megatron.rollout import fingerprint as module
 from jetrl_megatron.rollout import triton_fingerprint
 from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint
-from jetrl_megatron.rollout.published import Fingerprints, engine_pieces
+from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces
 from jetrl_megatron.rollout.vllm_worker import _Reader
 from tests.rectangles import DEVICE, by_kernel, matrix, words
 from tests.tiny_models import tiny_config
@@ -179,10 +179,10 @@ def test_an_engine_rank_reads_back_what_the_actor_hashed(monkeypatch, precision)
     expected, unsigned = prints.take()
     assert unsigned == {}, "no engine on a GPU loses negative zeros, so that none are looked for"
     monkeypatch.setattr(module, "_has_kernel", lambda tensor: True)
-    for pieces, wanted in zip(engine_pieces(arch, 2, fp8), expected, strict=True):
+    for pieces, plan, wanted in zip(engine_pieces(arch, 2, fp8), EnginePlans().of(arch, 2, fp8), expected, strict=True):
         reader = _Reader(engine_of(pieces, tensors), "mix")
-        for stored, piece in pieces:
-            reader.read(stored, piece)
+        for place in plan.places:
+            reader.read(place)
         assert reader.held(tied=False) == wanted and reader.unsigned_zeros == []
 
 
@@ -197,7 +197,7 @@ def test_a_stale_head_fails_the_embedding_alone():
         engine.lm_head.weight, engine.lm_head.input_size_per_partition = table, table.shape[1]
         engine.lm_head.cpu_linear = lambda eye, weight, bias, rows=rows: eye @ rows.t()
         reader = _Reader(engine, "sha256")
-        for stored, piece in pieces:
-            reader.read(stored, piece)
+        for place in EnginePlans().of(arch, 1, frozenset())[0].places:
+            reader.read(place)
         differing = [key for key, text in reader.held(tied=True).items() if not text.startswith("sha256:")]
         assert differing == ([f"model.embed_tokens.weight[0:{arch.vocab_size},0:{arch.hidden_size}]"] if stale else [])

@@ -1,5 +1,6 @@
 """Canonical tensors written into an engine rank's parameters: what the rank then reads back is what the actor hashed."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from conversion.architecture import ModelArchitecture
 from conversion.layout import fp8_modules
 from conversion.names import SCALE_SUFFIX
-from jetrl_megatron.rollout import vllm_worker
-from jetrl_megatron.rollout.bucket import fill_buckets, read_bucket
-from jetrl_megatron.rollout.published import Fingerprints, engine_pieces
+from jetrl_megatron.rollout import bucket, vllm_worker
+from jetrl_megatron.rollout.bucket import fill_buckets
+from jetrl_megatron.rollout.fingerprint import fingerprint
+from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
 from jetrl_megatron.rollout.vllm_worker import WeightReader, _Reader
 from tests.tiny_models import tiny_config
@@ -71,33 +73,86 @@ def test_every_rank_holds_its_rectangles_at_the_old_addresses(precision, tp, tie
         places = {name: parameter.data_ptr() for name, parameter in engine.named_parameters()}
         InPlaceWriter(engine, arch, tp, rank).write(reversed(tensors.items()))
         reader = _Reader(engine, "sha256")
-        for stored, piece in pieces:
-            reader.read(stored, piece)
+        for place in EnginePlans().of(arch, tp, fp8)[rank].places:
+            reader.read(place)
         assert reader.held(tied=False) == expected[rank]
         assert {name: parameter.data_ptr() for name, parameter in engine.named_parameters()} == places
 
 
-def test_a_worker_writes_buckets_in_place_where_it_is_told_the_model(monkeypatch):
+@pytest.fixture
+def pushed(monkeypatch):
+    """A worker, rank 1 of 2, and a way to push to it by buckets that lie in two buffers."""
     config = tiny_config("qwen3", num_hidden_layers=2).to_dict()
     arch = ModelArchitecture.from_hf_config(config)
     fp8 = fp8_modules(arch)
-    tensors, (_, pieces) = random_tensors(arch, fp8), engine_pieces(arch, 2, fp8)
-    worker, engine, buffer = WeightReader(), Engine(pieces), torch.zeros(300_000, dtype=torch.uint8)
+    (_, pieces), worker = engine_pieces(arch, 2, fp8), WeightReader()
     worker.device, worker.parallel_config = torch.device("cpu"), SimpleNamespace(tensor_parallel_size=2)
-    monkeypatch.setattr(vllm_worker, "worker_model", lambda worker: engine)
+    worker.engine, opened = Engine(pieces), []
+    buffers = [torch.zeros(300_000, dtype=torch.uint8) for _ in range(2)]
+    monkeypatch.setattr(vllm_worker, "worker_model", lambda worker: worker.engine)
     monkeypatch.setattr(vllm_worker, "worker_tp_rank", lambda: 1)
-    monkeypatch.setattr(vllm_worker, "open_bucket", lambda bucket, device: read_bucket(bucket, buffer))
+    monkeypatch.setattr(bucket, "gpu_name", lambda device: "gpu 7")
+    monkeypatch.setattr(bucket, "open_buffer", lambda shown, device: opened.append(shown) or buffers[shown])
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(vllm_worker, "begin_reload", lambda model: pytest.fail("vLLM's loader has no part in it"))
-    number = 0
-    for bucket in fill_buckets(tensors.items(), buffer):
-        worker.jetrl_load(bucket, in_place=config)
-        number += 1
-    assert number > 3
-    wanted = Engine(pieces)
-    InPlaceWriter(wanted, arch, 2, 1).write(tensors.items())
-    held = dict(engine.named_parameters())
-    assert all(torch.equal(held[name].float(), parameter.float()) for name, parameter in wanted.named_parameters())
+
+    def push(seed, only=lambda described: True):
+        tensors = random_tensors(arch, fp8, seed)
+        for described in fill_buckets(tensors.items(), buffers):
+            if only(described):
+                told = {"in_place": config} if described["first"] else {}
+                worker.jetrl_load({**described, "handles": {"gpu 7": described["buffer"]}}, **told)
+            buffers[described["buffer"]].fill_(255)  # it is filled again: nothing of it may be used behind the answer
+        wanted = Engine(pieces)
+        InPlaceWriter(wanted, arch, 2, 1).write(tensors.items())
+        return wanted
+
+    return SimpleNamespace(worker=worker, push=push, opened=opened, config=config)
+
+
+def same_parameters(a, b):
+    held = dict(a.named_parameters())
+    return all(torch.equal(held[name].float(), parameter.float()) for name, parameter in b.named_parameters())
+
+
+def test_a_worker_writes_buckets_in_place_where_it_is_told_the_model(pushed):
+    wanted = pushed.push(0)
+    assert same_parameters(pushed.worker.engine, wanted) and pushed.worker._jetrl_loading is None
+    assert pushed.opened == [0, 1], "a buffer is opened once a push"
+    assert same_parameters(pushed.worker.engine, pushed.push(1)) and pushed.opened == [0, 1, 0, 1]
+
+
+def test_what_is_kept_between_pushes_holds_no_parameter_that_was_replaced(pushed):
+    """A module and a parameter that are new at the second push are those that are written, and those that are read."""
+    pushed.push(0)
+    kept = pushed.worker._jetrl_plans._plans
+    engine = pushed.worker.engine
+    attention = engine.get_submodule("model.layers.0.self_attn")
+    attention.o_proj, old = copy.deepcopy(attention.o_proj), attention.o_proj
+    engine.get_submodule("model").norm.weight = torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))
+    stale = old.weight.detach().clone()
+    wanted = pushed.push(1)
+    assert same_parameters(engine, wanted) and torch.equal(old.weight.float(), stale.float())
+    report = pushed.worker.jetrl_fingerprints(pushed.config, "sha256", False, False)
+    key = "model.layers.0.self_attn.o_proj.weight[0:256,256:512]"
+    assert report["held"][key] == fingerprint(wanted.get_parameter("model.layers.0.self_attn.o_proj.weight"), "sha256")
+    assert kept and pushed.worker._jetrl_plans._plans is kept, "planned once"
+    attention.o_proj.weight.view(torch.uint8)[0, 0] ^= 1
+    assert pushed.worker.jetrl_fingerprints(pushed.config, "sha256", False, False)["held"][key] != report["held"][key]
+
+
+def test_a_plan_of_another_model_or_degree_is_made_anew():
+    plans, small, large = EnginePlans(), arch_of(), arch_of(vocab_size=500)
+    fp8 = fp8_modules(small)
+    asked = [(small, 1, fp8), (large, 1, fp8), (small, 2, fp8), (small, 2, frozenset()), (small, 1, fp8)]
+    for arch, tp, linears in asked:
+        assert plans.of(arch, tp, linears) == EnginePlans().of(arch, tp, linears)
+    assert plans.of(small, 1, fp8) is plans.of(arch_of(), 1, fp8)
+
+
+def test_a_bucket_of_a_push_that_has_not_begun_here_is_refused(pushed):
+    with pytest.raises(RuntimeError, match="push has not begun"):
+        pushed.push(0, only=lambda described: not described["first"])
 
 
 def test_what_does_not_belong_there_is_refused_and_what_was_not_sent_stays():

@@ -200,7 +200,7 @@ def test_a_load_that_waits_for_every_server_does_not_wait_for_one_that_is_gone(p
 
     pushed = threading.Thread(target=lambda: pool.update(published(1, has_weights=False), load_in_step, relay.leave), daemon=True)
     pushed.start()
-    given = threading.Thread(target=lambda: relay.give("bucket"), daemon=True)
+    given = threading.Thread(target=lambda: (relay.give("bucket"), relay.settle()), daemon=True)
     given.start()
     given.join(5.0)
     assert not given.is_alive()

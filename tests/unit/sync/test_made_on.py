@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from jetrl_megatron.sync import cuda
 from jetrl_megatron.sync.cuda import made_on
 
 
@@ -37,13 +38,20 @@ def streams(monkeypatch):
     return Streams(monkeypatch)
 
 
-def test_every_tensor_is_made_at_home_and_its_taker_waits_and_keeps_it(streams):
+@pytest.mark.parametrize("together", [1, 3, 4, 9])
+@pytest.mark.parametrize("num_bytes", [8, 24, 1000])
+def test_every_tensor_is_made_at_home_and_its_taker_waits_and_keeps_it(streams, monkeypatch, together, num_bytes):
+    """A tensor has 8 bytes: as many as `group` are made before the first of them is taken."""
+    monkeypatch.setattr(cuda, "_MADE_TOGETHER", together)
+    monkeypatch.setattr(cuda, "_MADE_BYTES", num_bytes)
+    group = min(together, num_bytes // 8)
     home, first, second = (Stream(streams, name) for name in ("home", "first", "second"))
     made_at = []
 
     def tensors():
         for number in range(4):
             made_at.append(streams.current)
+            streams.waits.append(("made", number))
             yield f"t{number}", torch.tensor(number)
         made_at.append(streams.current)
 
@@ -55,5 +63,14 @@ def test_every_tensor_is_made_at_home_and_its_taker_waits_and_keeps_it(streams):
     with streams.on(second):
         assert list(wrapped) == []
     assert made_at == [home] * 5 and [(name, int(tensor)) for name, tensor in taken] == [(f"t{n}", n) for n in range(4)]
-    wanted = [(first, 0), (first, 1), (second, 2), (first, 3)]
-    assert streams.waits == [event for taker, n in wanted for event in ((taker, "waits for", home), (taker, "keeps", n))]
+    events = iter(streams.waits)
+    wanted, waiting = [first, first, second, first], set()
+    for n, taker in enumerate(wanted):
+        if n % group == 0:  # whoever takes one of the next group waits behind all that it holds
+            waiting.clear()
+            assert [next(events) for _ in range(min(group, 4 - n))] == [("made", k) for k in range(n, min(n + group, 4))]
+        if taker not in waiting:
+            assert next(events) == (taker, "waits for", home)
+        waiting.add(taker)
+        assert next(events) == (taker, "keeps", n)
+    assert list(events) == []

@@ -53,6 +53,28 @@ def test_the_heads_of_a_fused_weight_are_one_copy():
     assert max(len(runs(target.ops)) for target in halves.targets) == 2, "one a rank"
 
 
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_what_lies_in_one_piece_is_seen_where_it_lies(precision):
+    _, plan = plan_of("qwen3", 1, precision)
+    whole = set()
+    for target in plan.targets:
+        first, *more = runs(target.ops)
+        if not first.covers(target.target.rows_cols):
+            continue
+        whole.add(target.target.name.rpartition(".")[0].rpartition(".")[2])
+        assert not more
+        for scales in (False, True) if target.target.fp8 else (False,):
+            size = first.first.source.scale_shape if scales else first.first.source.rows_cols
+            source, shape = torch.rand(size), target.target.scale_shape if scales else target.target.rows_cols
+            copied, view = torch.full(shape, -1.0), first.view(source, scales=scales)
+            first.copy(copied, source, scales=scales)
+            assert torch.equal(view, copied) and view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    assert {"gate_proj", "up_proj", "down_proj", "o_proj", "norm"} <= whole and "q_proj" not in whole
+    _, halves = plan_of("qwen3", 2, precision)
+    cut = {target.target.name for target in halves.targets if not runs(target.ops)[0].covers(target.target.rows_cols)}
+    assert any("down_proj" in name for name in cut), "a rank's part of a tensor is not all of it"
+
+
 def test_what_does_not_lie_at_equal_distances_is_not_merged():
     _, plan = plan_of("qwen3", 1, "bf16")
     (op,) = next(target for target in plan.targets if target.target.name.endswith("down_proj.weight")).ops

@@ -20,7 +20,7 @@ def joined(*threads):
         assert not thread.is_alive()
 
 
-def test_everybody_takes_every_message_and_the_next_waits_for_the_slowest():
+def test_everybody_takes_every_message_and_the_one_after_the_next_waits_for_the_slowest():
     relay, reading, taken = Relay(3), [], {n: [] for n in range(3)}
 
     def taker(number):
@@ -35,7 +35,9 @@ def test_everybody_takes_every_message_and_the_next_waits_for_the_slowest():
     threads = [start(lambda n=n: taker(n)) for n in range(3)]
     for message in range(5):
         relay.give(message)
-        assert reading == [] and all(messages[-1] == message for messages in taken.values())
+        assert set(reading) <= {message} and all(messages[:message] == list(range(message)) for messages in taken.values())
+    relay.settle()
+    assert reading == [] and {len(messages) for messages in taken.values()} == {5}
     relay.end()
     joined(*threads)
     assert taken == {n: [0, 1, 2, 3, 4] for n in range(3)}
@@ -44,14 +46,42 @@ def test_everybody_takes_every_message_and_the_next_waits_for_the_slowest():
 def test_the_first_message_waits_until_all_have_come():
     relay, taken = Relay(2), []
     threads = [start(lambda: relay.follow(lambda m: taken.append(m)))]
-    giver = start(lambda: relay.give("first"))
+    relay.give("first")
+    giver = start(lambda: relay.give("second"))
     time.sleep(0.05)
     assert giver.is_alive() and taken == []
     threads.append(start(lambda: relay.follow(lambda m: taken.append(m))))
     joined(giver)
-    assert taken == ["first"] * 2
+    relay.settle()
+    assert taken == ["first"] * 2 + ["second"] * 2
     relay.end()
     joined(*threads)
+
+
+def test_the_next_message_is_made_while_one_is_read_and_an_end_waits_for_the_readers():
+    relay, may_go, taken = Relay(1), threading.Event(), []
+
+    def take(message):
+        assert may_go.wait(5.0)
+        taken.append(message)
+
+    reader = start(lambda: relay.follow(take))
+    relay.give("first")  # returns while it is read
+    giver, ender = start(lambda: relay.give("second")), None
+    time.sleep(0.05)
+    assert taken == [] and giver.is_alive()
+    may_go.set()
+    joined(giver)
+    relay.settle()
+    may_go.clear()
+    relay.give("third")
+    time.sleep(0.05)
+    ender = start(relay.end)
+    time.sleep(0.05)
+    assert ender.is_alive(), "somebody reads the buffer"
+    may_go.set()
+    joined(ender, reader)
+    assert taken == ["first", "second", "third"]
 
 
 def test_one_that_fails_leaves_and_the_rest_goes_on():
@@ -85,9 +115,9 @@ def test_those_who_never_come_are_given_up():
     relay.leave()
     joined(giver)
     relay = Relay(2)
-    giver = start(lambda: relay.give("message"))
+    giver = start(lambda: [relay.give(message) for message in range(2)])
     relay.close()
-    joined(giver)
+    joined(giver, start(relay.settle))
 
 
 def test_an_end_before_the_first_message_lets_everybody_go():
@@ -96,3 +126,13 @@ def test_an_end_before_the_first_message_lets_everybody_go():
     thread = start(lambda: relay.follow(lambda m: None))
     relay.end()
     joined(thread)
+
+
+def test_a_message_that_nobody_could_begin_to_read_is_withdrawn_by_the_end():
+    """The giver has failed while a server was still on its way: it need not be waited for, and does not read what is freed then."""
+    relay, taken = Relay(2), []
+    first = start(lambda: relay.follow(taken.append))
+    relay.give("first")
+    joined(start(relay.end), first)
+    joined(start(lambda: relay.follow(taken.append)))
+    assert taken == []
