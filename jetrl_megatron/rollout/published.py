@@ -91,7 +91,7 @@ def engine_pieces(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class HeldRectangle:
     """A rectangle of one canonical tensor, scales apart from codes, and where an engine rank keeps it."""
 
     key: str
@@ -115,7 +115,7 @@ class Place:
 class EnginePlan:
     """What one engine rank holds."""
 
-    places: tuple[Place, ...]
+    places: tuple[HeldRectangle, ...]
     """Scales behind their codes, parameter by parameter."""
     names: frozenset[str]
     """Of all canonical tensors of the model; a rank may hold nothing of one, as of a small vocabulary."""
@@ -142,14 +142,14 @@ class EnginePlans:
         return self._plans
 
 
-def _places(pieces: Iterable[tuple[StoredTensor, Piece]]) -> Iterator[Place]:
+def _places(pieces: Iterable[tuple[StoredTensor, Piece]]) -> Iterator[HeldRectangle]:
     for stored, piece in pieces:
         module, _, parameter = stored.name.rpartition(".")
         held = shifted(piece.rows, piece.row_at), shifted(piece.cols, piece.col_at)
         for scales in (False, True) if stored.fp8 else (False,):
             suffix = SCALE_SUFFIX if scales else ""
             rows, cols, rows_held, cols_held = (in_blocks(span) if scales else span for span in (piece.rows, piece.cols, *held))
-            yield Place(
+            yield HeldRectangle(
                 key=rectangle_name(piece.hf + suffix, rows, cols),
                 hf=piece.hf + suffix,
                 rows=rows,
@@ -187,7 +187,7 @@ class Fingerprints:
         self.algorithm = algorithm
         self._hashing, self._unsigned = Hashing(algorithm), Hashing(algorithm)
         self._keys: list[list[str]] = [[] for _ in range(tp)]
-        self._wanted: dict[str, list[tuple[int, Place]]] = {}
+        self._wanted: dict[str, list[tuple[int, HeldRectangle]]] = {}
         for rank, plan in enumerate((plans or EnginePlans()).of(arch, tp, fp8)):
             for place in plan.places:
                 self._wanted.setdefault(place.hf, []).append((rank, place))

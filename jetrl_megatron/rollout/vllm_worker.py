@@ -27,7 +27,7 @@ from jetrl_megatron.rollout.compat import (
     worker_tp_rank,
 )
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
-from jetrl_megatron.rollout.published import EnginePlans, Place, rectangle
+from jetrl_megatron.rollout.published import EnginePlans, HeldRectangle, rectangle
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter, fp8_linears, modules_by_name
 from jetrl_megatron.rollout.vllm_plugin import registered
 
@@ -145,7 +145,7 @@ class _Reader:
         self._modules = modules_by_name(model)  # as they are now: what is read is what the model computes with
         self._last: tuple[tuple[str, str], Tensor, bool] | None = None
 
-    def read(self, place: Place) -> None:
+    def read(self, place: HeldRectangle) -> None:
         if place.scales:
             tensor, unsigned = getattr(self._modules[place.module], place.parameter).detach(), False
         else:
