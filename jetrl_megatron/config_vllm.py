@@ -11,6 +11,7 @@ from jetrl_megatron.choices import (
     within,
 )
 
+MAX_NUM_SEQS = 2**20
 MIN_KV_CACHE_GIB, MAX_KV_CACHE_GIB = 2**-10, 2**20
 """A MiB and a PiB: vLLM takes 0 bytes for no size."""
 
@@ -54,8 +55,8 @@ class VllmConfig:
     def __post_init__(self) -> None:
         """Check ranges, and that each server has its GPUs."""
         at_least("rollout.vllm.servers", self.num_servers, 0)
-        for name in ("tp", "max_num_seqs"):
-            at_least(f"rollout.vllm.{name}", getattr(self, name), 1)
+        at_least("rollout.vllm.tp", self.tp, 1)
+        within("rollout.vllm.max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         for name in ("max_repeats", "max_restarts"):
             at_least(f"rollout.vllm.{name}", getattr(self, name), 0)
         for name in ("start_timeout_s", "push_timeout_s", "request_timeout_s"):
@@ -64,6 +65,11 @@ class VllmConfig:
             raise ValueError(f"rollout.vllm.gpu_memory_utilization is {self.gpu_memory_utilization}; it must lie in (0, 1]")
         if self.kv_cache_gib is not None:
             within("rollout.vllm.kv_cache_gib", self.kv_cache_gib, MIN_KV_CACHE_GIB, MAX_KV_CACHE_GIB)
+            if self.num_servers == 0:
+                raise ValueError(
+                    f"rollout.vllm.kv_cache_gib is {self.kv_cache_gib} and rollout.vllm.servers is 0: servers of rollout.vllm.urls were "
+                    "started with a size of their own; remove the key"
+                )
         if self.num_servers + len(self.urls) < 1:
             raise ValueError("rollout.vllm.servers is 0 and rollout.vllm.urls is empty; there must be at least one server")
         if self.load is WeightLoad.in_place and self.transport is Transport.disk:

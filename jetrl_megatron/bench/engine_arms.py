@@ -51,7 +51,7 @@ def run_arms(
 ) -> int:
     """Measure every arm and print the table; in a worker process, measure the one arm that it was started for.
 
-    prepare: called with each arm's recipe before its processes start.
+    prepare: called with each arm's recipe before the first arm starts.
     """
     args, rest = options.parse_known_args(argv)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
@@ -71,11 +71,12 @@ def run_arms(
     records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="jetrl-bench-") as folder:
         drawn = _model_without_weights(args, words, Path(folder) / "model")
-        for arm in args.arms:
-            out = Path(folder) / f"{arm}.json"
-            recipe = load_recipe(args.recipe, [*words, *drawn, f"precision.arm={arm}", f"run.dir={folder}/{arm}"])
+        recipes = {a: load_recipe(args.recipe, [*words, *drawn, f"precision.arm={a}", f"run.dir={folder}/{a}"]) for a in args.arms}
+        for recipe in recipes.values():  # before an arm is measured that another one's fault would waste
             check_recipe_layout(recipe)
             prepare(recipe, args)
+        for arm, recipe in recipes.items():
+            out = Path(folder) / f"{arm}.json"
             code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), count_processes(recipe, args.nproc), recipe.run.grace_s)
             if code != 0 or not out.is_file():
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from jetrl_megatron.rollout.fingerprint import flat_bytes
+
 Bucket = dict[str, Any]
 """`names`, `dtypes` (torch's names), `shapes` and `offsets` (bytes) of tensors in the buffer; `buffer`: its number; `first` and `last`:
 whether the bucket is that of its stream; `handles` by GPU, added by the sender."""
@@ -35,7 +37,7 @@ def fill_buckets(stream: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]
     buffer = buffers[0]
     bucket, size = _empty(number, buffers), buffer.numel()
     for name, tensor in stream:
-        raw = tensor.contiguous().view(-1).view(torch.uint8)
+        raw = flat_bytes(tensor)
         num_bytes = raw.numel()
         if num_bytes > size:
             raise ValueError(f"{name} has {num_bytes} bytes and a bucket has {size}; a bucket must hold the largest tensor")

@@ -52,8 +52,9 @@ def request_fields(short: str) -> dict[str, Any]:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes of decoding that get a CUDA graph: a batch is padded to the next one."""
-    return sorted({1, min(32, max_num_seqs), *range(128, max_num_seqs, 128), max_num_seqs})
+    """Return the batch sizes of decoding that get a CUDA graph: a batch is padded to the next one. Above 512 they double."""
+    steps = [*range(128, 513, 128), *(2**power for power in range(10, 32))]
+    return sorted({1, min(32, max_num_seqs), *(n for n in steps if n < max_num_seqs), max_num_seqs})
 
 
 def engine_numerics(on_cuda: bool, graph_seqs: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ own, also when the run is started again in its directory.
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from jetrl_megatron.rollout.vllm_plugin import IN_PLACE
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "SBATCH_")
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JETRL_LAUNCHER_PID")
 _LOG_TAIL_CHARS = 1500
+_ERROR = re.compile(r" ERROR .*?(\b\w+(?:Error|Exception): .*)")
 _PORT_ATTEMPTS, _PORT_TAKEN = 3, "Address already in use"
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 
@@ -185,7 +187,9 @@ class VllmServer:
             if not self.alive or time.monotonic() > deadline:
                 cause = "ended while starting" if not self.alive else f"was not up after {self._spec.start_timeout_s:g} s"
                 self.stop()
-                raise RunFailure(f"engine server {self.number} {cause}; the end of {self.log_file}:\n{self.log_tail()}")
+                raise RunFailure(
+                    f"engine server {self.number} {cause}{self._first_error()}; the end of {self.log_file}:\n{self.log_tail()}"
+                )
             time.sleep(0.5)
 
     @property
@@ -197,6 +201,12 @@ class VllmServer:
     def log_tail(self) -> str:
         """Return the end of the log."""
         return self.log_file.read_text(errors="replace")[-_LOG_TAIL_CHARS:] if self.log_file.is_file() else ""
+
+    def _first_error(self) -> str:
+        """Return the first error of the log: what comes behind it, in other processes, only says that there was one."""
+        text = self.log_file.read_text(errors="replace") if self.log_file.is_file() else ""
+        found = _ERROR.search(text)
+        return f" ({found[1]})" if found else ""
 
     def stop(self) -> None:
         """End the server and everything it has started; nothing happens where none runs."""

@@ -59,9 +59,12 @@ class IpcTransport(MemoryTransport):
                 relay.close()
 
         def send() -> Expected:
-            record = StageRecord(wire, self._engine_tp)
-            self._show(wire, relay, record.watch(wire.stream()))
-            return merge_shares(wire, [record.share()], step)
+            try:
+                record = StageRecord(wire, self._engine_tp)
+                self._show(wire, relay, record.watch(wire.stream()))
+                return merge_shares(wire, [record.share()], step)
+            finally:
+                relay.end()  # whatever failed, and be it memory for the buffers: the servers' threads wait for a bucket
 
         beside(update, lambda: published.settle(send))
         return published.expected.result().version
@@ -70,19 +73,15 @@ class IpcTransport(MemoryTransport):
         """Fill this rank's buffers in turn; rank 0 (`relay` is not None) passes each bucket on, with everybody's handles."""
         buffers = [new_buffer(_buffer_bytes(wire), wire.device) for _ in range(_NUM_BUFFERS)]
         gpu, shown = gpu_name(wire.device), [show_buffer(buffer) for buffer in buffers]
-        try:
-            for bucket in fill_buckets(stream, buffers):
-                handles = self._group.to_first((gpu, shown[bucket["buffer"]]))
-                if relay is not None:
-                    assert handles is not None
-                    relay.give({**bucket, "handles": dict(handles)})
-                self._hear()  # every server has read the bucket before, whose buffer is the next one
+        for bucket in fill_buckets(stream, buffers):
+            handles = self._group.to_first((gpu, shown[bucket["buffer"]]))
             if relay is not None:
-                relay.settle()
-            self._hear()  # and this one
-        finally:
-            if relay is not None:
-                relay.end()
+                assert handles is not None
+                relay.give({**bucket, "handles": dict(handles)})
+            self._hear()  # every server has read the bucket before, whose buffer is the next one
+        if relay is not None:
+            relay.settle()
+        self._hear()  # and this one
         torch.cuda.ipc_collect()
 
     def _hear(self) -> None:

@@ -1,6 +1,7 @@
 """What one rank of the IPC tests does: pushes to servers made of Python that read what the ranks show; a GPU buffer is a file here."""
 
 import hashlib
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -88,9 +89,10 @@ def publisher_of(
     group = RunGroup(60.0)
     ipc._BUFFER_BYTES = bucket_bytes
     files: dict[int, str] = {}
+    numbers = itertools.count()
 
     def new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-        file = str(Path(root) / f"buffer{group.rank}-{len(files)}")
+        file = str(Path(root) / f"buffer{group.rank}-{next(numbers)}")  # an address may come back: its file must not
         mapped = torch.from_file(file, shared=True, size=num_bytes, dtype=torch.uint8)
         files[mapped.data_ptr()] = file
         return mapped
@@ -138,3 +140,26 @@ def push_stale(hf_dir: str, root: str) -> Any:
     except RuntimeError as caught:
         error = str(caught)
     return first, publisher.version, error, None if pool is None else [len(client.calls) for client in pool.clients]
+
+
+def push_without_memory(hf_dir: str, root: str) -> Any:
+    """Push where there is no memory for the second buffer; returns what was raised and which threads are left."""
+    publisher, _ = publisher_of(hf_dir, root, 1, 300_000, ALIVE)
+    first, error = ipc.new_buffer, ""
+
+    def new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+        ipc.new_buffer = full  # type: ignore[assignment]
+        return first(num_bytes, device)
+
+    def full(num_bytes: int, device: torch.device) -> torch.Tensor:
+        raise RuntimeError(f"no memory for {num_bytes} bytes")
+
+    ipc.new_buffer = new_buffer  # type: ignore[assignment]
+    try:
+        publisher.push()
+    except RuntimeError as caught:
+        error = str(caught)
+    deadline = time.monotonic() + 10.0
+    while (left := [t.name for t in threading.enumerate() if t is not threading.main_thread()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return error, left

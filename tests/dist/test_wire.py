@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from conversion.architecture import ModelArchitecture
 from conversion.convert import Target, convert
-from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_in_place, push_stale
+from tests.dist.ipc_run import ALIVE, ASLEEP, BEFORE, push_in_place, push_stale, push_without_memory
 from tests.dist.ipc_run import push as push_ipc
 from tests.dist.nccl_run import push as push_nccl
 from tests.dist.ranks import run_ranks
@@ -125,6 +125,12 @@ def test_a_push_by_ipc_that_fails_while_it_sends_keeps_the_version(models, tmp_p
     ((first, after, error, calls),) = run_ranks(push_stale, 1, str(models["qwen3"]), str(tmp_path))
     assert after == first and first.step == 0 and "was modified after the last refresh" in error
     assert calls[0] > 0
+
+
+def test_a_push_by_ipc_without_memory_for_its_buffers_lets_the_servers_threads_go(models, tmp_path):
+    """A thread that waits for a bucket keeps the process from its end."""
+    ((error, left),) = run_ranks(push_without_memory, 1, str(models["qwen3"]), str(tmp_path))
+    assert error.startswith("no memory for ") and left == []
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (1, 1)])

@@ -96,6 +96,18 @@ def test_what_an_arm_measured_is_written_before_the_next_arm_starts(tmp_path, mo
     assert started == ["jetrl", "bf16"] and (record["arm"], record["push_s"]) == ("jetrl", 0.5)
 
 
+def test_every_arm_is_prepared_before_the_first_starts(monkeypatch):
+    done = []
+    monkeypatch.setattr(engine_arms, "launch", lambda command, *rest: done.append("launched") or 3)
+    argv = [TINY, "parallel.tp=1", "--nproc", "1", "--arms", "bf16", "jetrl"]
+
+    def prepare(recipe, args):
+        done.append(recipe.precision.arm.value)
+
+    assert run_arms("sync", parser("sync", "text"), argv, lambda session, args: {}, prepare) == 3
+    assert done == ["bf16", "jetrl", "launched"]
+
+
 def test_a_file_that_cannot_be_written_is_said_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_arms, "launch", lambda *args: pytest.fail("it was started"))
     (tmp_path / "file").write_text("")

@@ -55,6 +55,16 @@ def test_a_kv_cache_that_vllm_could_not_hold_is_refused(gib):
         VllmConfig(kv_cache_gib=gib)
 
 
+def test_a_kv_cache_of_servers_that_somebody_else_started_is_refused():
+    with pytest.raises(ValueError, match=r"kv_cache_gib is 4\.0 and rollout\.vllm\.servers is 0: servers of rollout\.vllm\.urls were"):
+        VllmConfig(kv_cache_gib=4.0, servers=0, urls=["http://a:1"])
+
+
+def test_so_many_sequences_that_no_command_line_holds_their_graphs_are_refused():
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs is "):
+        VllmConfig(max_num_seqs=10**14)
+
+
 def test_a_servers_settings_come_from_the_recipe(tmp_path):
     cfg = VllmConfig(kv_cache_gib=3.0, gpu_memory_utilization=0.25, max_num_seqs=17, tp=2, transport=Transport.disk)
     arch = ModelArchitecture.from_hf_config(tiny_config("qwen3").to_dict())

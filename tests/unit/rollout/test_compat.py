@@ -19,7 +19,10 @@ def test_an_engine_has_no_norm_but_the_actors(on_cuda):
     assert compat.engine_environment(on_cuda, False)[SWITCH] == "1"
 
 
-@pytest.mark.parametrize(("seqs", "sizes"), [(1, [1]), (8, [1, 8]), (128, [1, 32, 128]), (300, [1, 32, 128, 256, 300])])
+@pytest.mark.parametrize(
+    ("seqs", "sizes"),
+    [(1, [1]), (8, [1, 8]), (128, [1, 32, 128]), (300, [1, 32, 128, 256, 300]), (3000, [1, 32, 128, 256, 384, 512, 1024, 2048, 3000])],
+)
 def test_a_full_server_decodes_by_a_graph(seqs, sizes):
     assert compat.capture_sizes(seqs) == sizes
     asked = compat.engine_numerics(True, seqs)["compilation_config"]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout import vllm_server
 from jetrl_megatron.rollout.vllm_server import VllmServer
 from tests.unit.rollout.test_vllm_client import KEY, SPEC
@@ -102,6 +103,23 @@ def test_another_failure_is_not_tried_again(server_of, starts, tmp_path):
     with pytest.raises(RuntimeError, match="out of memory"):
         server_of().start(tmp_path, True)
     assert starts == [""]
+
+
+def test_a_server_that_ends_while_it_starts_is_reported_with_its_first_error(server_of, monkeypatch, tmp_path):
+    class Dead(Guard):
+        def __init__(self, words, *, env, stderr, **options):
+            stderr.write(b"WARNING 1 [base.py:2] ValueError: nothing bad\n(EngineCore pid=1) ERROR 2 [core.py:3]   File 'x'\n")
+            stderr.write(b"(EngineCore pid=1) ERROR 2 [core.py:3] ValueError: To serve one request 4.0 GiB are needed\n")
+            stderr.write(b"(APIServer pid=2) ERROR 3 [x.py:1] RuntimeError: see above\n" + b"x" * 2000)
+            self.stdin, self.stdout = self, self
+
+        def poll(self):
+            return 1
+
+    monkeypatch.setattr(vllm_server.subprocess, "Popen", Dead)
+    monkeypatch.setattr(Client, "healthy", lambda self: False)
+    with pytest.raises(RunFailure, match=r"ended while starting \(ValueError: To serve one request 4\.0 GiB are needed\); the end"):
+        server_of().start(tmp_path, True)
 
 
 def test_each_start_asks_for_a_port_anew(server_of, monkeypatch, tmp_path):
