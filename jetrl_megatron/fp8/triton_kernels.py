@@ -19,22 +19,9 @@ from jetrl_megatron.fp8.triton_source import load_pairs, load_tile, split_pair, 
 
 @triton.jit(do_not_specialize=["rows"])
 def row_kernel(
-    x_ptr,
-    aux_ptr,
-    weight_ptr,
-    rows,
-    cols,
-    x_stride,
-    aux_stride_r,
-    aux_stride_c,
-    codes_ptr,
-    scale_ptr,
-    scale_stride_c,
-    KIND: tl.constexpr,
-    EVEN: tl.constexpr,
-    TILE: tl.constexpr,
-    F: tl.constexpr,
-):
+    x_ptr, aux_ptr, weight_ptr, rows, cols, x_stride, aux_stride_r, aux_stride_c, codes_ptr, scale_ptr, scale_stride_c,
+    KIND: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     """TILE rows of one group of 128 columns."""
     first_r, group = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64)
     first_c = group * 128
@@ -50,29 +37,10 @@ def row_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_kernel(
-    x_ptr,
-    aux_ptr,
-    weight_ptr,
-    rows,
-    cols,
-    x_stride,
-    aux_stride_r,
-    aux_stride_c,
-    row_codes_ptr,
-    row_scale_ptr,
-    row_scale_stride_r,
-    row_scale_stride_c,
-    t_codes_ptr,
-    t_scale_ptr,
-    t_scale_stride_r,
-    t_scale_stride_c,
-    KIND: tl.constexpr,
-    ROW: tl.constexpr,
-    T: tl.constexpr,
-    ACROSS: tl.constexpr,
-    EVEN: tl.constexpr,
-    F: tl.constexpr,
-):
+    x_ptr, aux_ptr, weight_ptr, rows, cols, x_stride, aux_stride_r, aux_stride_c,
+    row_codes_ptr, row_scale_ptr, row_scale_stride_r, row_scale_stride_c, t_codes_ptr, t_scale_ptr, t_scale_stride_r, t_scale_stride_c,
+    KIND: tl.constexpr, ROW: tl.constexpr, T: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     """One 128x128 tile: read once, written row-wise, transposed, or both. ACROSS: the tiles of neighbours lie in one row of tiles.
 
     Row-wise output comes first. Magnitudes that served the columns before it would be kept for the rows, in registers, and only two
