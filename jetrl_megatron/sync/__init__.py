@@ -6,8 +6,8 @@ In the order the data flows:
   together by `rectangles`. The wire format is the checkpoint format: `X.weight` E4M3 with `X.weight_scale_inv` FP32, or BF16; each
   receiver slices and packs for itself.
 - `transport`: what every transport does, and what it may not do. `disk`: a directory that servers reload from (CPUs, far-away pools).
-  `cuda`: NCCL through vLLM's weight-transfer API, to other GPUs. `ipc`: CUDA IPC to workers on the actor's own GPUs, several servers in
-  step through `relay`.
+  `cuda`: NCCL through vLLM's weight-transfer API, to other GPUs. `ipc`: CUDA IPC to workers on the actor's own GPUs, several servers
+  through `relay`, one bucket ahead of them.
 - `publish`: one push, on all ranks: send, let every server verify, only then move the version.
 
 Invariant: no completion carries version v+1 before every server of the pool has reported the fingerprints of v+1 for every tensor it
