@@ -28,7 +28,7 @@ from jetrl_megatron.run.local_launch import launch, under_launcher
 
 Record = dict[str, Any]
 Measure = Callable[[Session, argparse.Namespace], Record]
-Prepare = Callable[[Recipe, argparse.Namespace], None]
+Prepare = Callable[[Sequence[Recipe], argparse.Namespace], None]
 
 
 def parser(name: str, what: str) -> argparse.ArgumentParser:
@@ -47,11 +47,11 @@ def parser(name: str, what: str) -> argparse.ArgumentParser:
 
 
 def run_arms(
-    name: str, options: argparse.ArgumentParser, argv: Sequence[str], measure: Measure, prepare: Prepare = lambda recipe, args: None
+    name: str, options: argparse.ArgumentParser, argv: Sequence[str], measure: Measure, prepare: Prepare = lambda recipes, args: None
 ) -> int:
     """Measure every arm and print the table; in a worker process, measure the one arm that it was started for.
 
-    prepare: called with each arm's recipe before the first arm starts.
+    prepare: called once, with the recipes of all arms, before the first arm starts.
     """
     args, rest = options.parse_known_args(argv)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
@@ -74,7 +74,7 @@ def run_arms(
         recipes = {a: load_recipe(args.recipe, [*words, *drawn, f"precision.arm={a}", f"run.dir={folder}/{a}"]) for a in args.arms}
         for recipe in recipes.values():  # before an arm is measured that another one's fault would waste
             check_recipe_layout(recipe)
-            prepare(recipe, args)
+        prepare(list(recipes.values()), args)
         for arm, recipe in recipes.items():
             out = Path(folder) / f"{arm}.json"
             code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), count_processes(recipe, args.nproc), recipe.run.grace_s)

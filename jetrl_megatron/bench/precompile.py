@@ -1,8 +1,9 @@
 """DeepGEMM's kernels of a server's FP8 linears, compiled before they are timed: several processes, one for each linear.
 
-Enters: a model's shape, the servers' TP degree. Leaves: kernels in the cache that actor and servers share (DG_JIT_CACHE_DIR, by default
-~/.deep_gemm). DeepGEMM picks a kernel by the number of rows and compiles it at its first use, for seconds and one after the other, in the
-rollout that first has so many rows; with CUDA's compiler that is minutes of a cold bench. What is in the cache already takes no time.
+Enters: a model's shape, the servers' TP degree, which linears are FP8. Leaves: kernels in the cache that actor and servers share
+(DG_JIT_CACHE_DIR, by default ~/.deep_gemm). DeepGEMM picks a kernel by the number of rows and compiles it at its first use, for seconds and
+one after the other, in the rollout that first has so many rows; with CUDA's compiler that is minutes of a cold bench. What is in the cache
+already takes no time.
 Left out: the backward's kernels, which an update compiles in its first step.
 
     python -m jetrl_megatron.bench.precompile N K      # one linear, [N, K]
@@ -15,17 +16,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from conversion.architecture import ModelArchitecture
+from conversion.shards import vllm_tensors
 from jetrl_megatron.failure import RunFailure
 
 ROWS = (1, 16, 32, 64, 96, *range(128, 8193, 128))
 """Numbers of rows that are run: those of CUDA graphs, and of prefills up to what vLLM computes at a time. Most share a kernel."""
 
 
-def server_linears(arch: ModelArchitecture, tp: int) -> list[tuple[int, int]]:
-    """Return (N, K) of each linear of one engine rank: column-parallel ones are cut along N, row-parallel ones along K."""
-    queries, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    columns = [queries + 2 * kv, 2 * arch.ffn_hidden_size]
-    return [(n // tp, arch.hidden_size) for n in columns] + [(arch.hidden_size, k // tp) for k in (queries, arch.ffn_hidden_size)]
+def server_linears(arch: ModelArchitecture, tp: int, fp8: frozenset[str]) -> list[tuple[int, int]]:
+    """Return (N, K) of the FP8 linears of one engine rank, each shape once; arguments and errors are those of `vllm_tensors`."""
+    return list(dict.fromkeys(stored.rows_cols for stored in vllm_tensors(arch, tp, fp8) if stored.fp8))
 
 
 def precompile(linears: Sequence[tuple[int, int]]) -> float:

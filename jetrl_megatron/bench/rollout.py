@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from conversion.layout import fp8_modules
 from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
 from jetrl_megatron.bench.precompile import precompile, server_linears
 from jetrl_megatron.bench.sync import pushed, wire_of
@@ -40,11 +41,14 @@ def main(argv: Sequence[str]) -> int:
     return run_arms("rollout", options, argv, measure, prepare)
 
 
-def prepare(recipe: Recipe, args: argparse.Namespace) -> None:
-    """Compile the kernels of the arm's FP8 linears, where asked for; raises ValueError where there is no CUDA device for them."""
-    if args.precompile and recipe.precision.rollout_linear is LinearPrecision.fp8:
+def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
+    """Compile the kernels of the arms' FP8 linears, where asked for; raises ValueError where there is no CUDA device for them."""
+    in_fp8 = [recipe for recipe in recipes if recipe.precision.rollout_linear is LinearPrecision.fp8]
+    if args.precompile and in_fp8:
         require_cuda("bench rollout --precompile")
-        seconds = precompile(server_linears(architecture_of(recipe.model), recipe.rollout.vllm.tp))
+        recipe = in_fp8[0]  # the arms differ in precision.arm alone: one model, the same servers
+        arch = architecture_of(recipe.model)
+        seconds = precompile(server_linears(arch, recipe.rollout.vllm.tp, fp8_modules(arch, recipe.precision.bf16_layers)))
         print(f"kernels compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 

@@ -101,8 +101,8 @@ def test_every_arm_is_prepared_before_the_first_starts(monkeypatch):
     monkeypatch.setattr(engine_arms, "launch", lambda command, *rest: done.append("launched") or 3)
     argv = [TINY, "parallel.tp=1", "--nproc", "1", "--arms", "bf16", "jetrl"]
 
-    def prepare(recipe, args):
-        done.append(recipe.precision.arm.value)
+    def prepare(recipes, args):
+        done.extend(recipe.precision.arm.value for recipe in recipes)
 
     assert run_arms("sync", parser("sync", "text"), argv, lambda session, args: {}, prepare) == 3
     assert done == ["bf16", "jetrl", "launched"]
