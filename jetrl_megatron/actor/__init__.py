@@ -4,7 +4,7 @@ In the order the data flows:
 - `device`, `cpu_device`: where a rank runs; the one file that lets Megatron-core run without a GPU.
 - `parallel_state`: process groups. `model`, `spec`: GPTModel and the only place where its classes are swapped.
 - `embedding`, `norm`, `rope`, `self_attention`, `attention`, `linears`, `mlp`, `packed`: the operators of the precision flow; on a GPU
-  `flash`, `triton_rope`.
+  `flash`, `flash_backward`, `triton_rope`.
 - `sides`: which precision each linear runs on the training and on the rollout side; the weight caches.
 - `logprobs`, `pipeline_step`: vocab-parallel log-probs (on a GPU `fused_logprobs`, `triton_logprobs`), and the schedules that run
   micro-batches.

@@ -1,7 +1,7 @@
 """The parts of one run, behind `train.py`, in the order the data flows.
 
 - `synthetic_model`: a random-weight HF directory, for runs that name no checkpoint.
-- `setup`: recipe -> ranks, run directory, tokenizer, prompts, actor, engine, rewards: one `Session`.
+- `setup`: recipe -> ranks, run directory, tokenizer, prompts, actor, engine, rewards: one `Session`. `checks`: what of them must agree.
 - `vllm_setup`: the vLLM servers of a session and the publisher that keeps them current, where the recipe asks for them. `colocated`: which
   server stands on which GPUs where they share the actor's.
 - `warm_start`: the short supervised run before step 0. `replicas`: sharing plain values over data-parallel and model-parallel ranks.
