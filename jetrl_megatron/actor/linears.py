@@ -22,6 +22,9 @@ of X, to the same bits: both `wgrad` and `saved_activation` are bf16 and there a
 with gradients T/TP, is not a multiple of 128. The last case is for callers of the layers: the packer's lengths are multiples of 128 * TP,
 decoding has no gradients, and a layout with another K/TP is refused.
 dX is added up over ranks in BF16 in every case.
+
+What stands in front of a linear asks for its `input_format` and, where there is one, hands over X quantised (fp8/quantized_input.py), so
+that X is never written in BF16; the norms are told of their linear by `FlowSides`, SwiGLU is the MLP's (mlp.py).
 """
 
 from collections.abc import Callable
@@ -38,7 +41,18 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from jetrl_megatron.config import Backend, LinearPrecision, RowParallel
-from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
+from jetrl_megatron.fp8 import (
+    GemmPrecision,
+    InputFormat,
+    QuantizedInput,
+    WeightCache,
+    bf16_linear,
+    bf16_linear_swiglu,
+    fp8_linear,
+    fp8_linear_swiglu,
+    fp8_linear_swiglu_quantized,
+    input_format,
+)
 from jetrl_megatron.fp8.exchange import LOCAL, InputExchange, columns_for_tokens
 from jetrl_megatron.fp8.gather import exact_in_fp8
 from jetrl_megatron.fp8.precision import Side
@@ -65,6 +79,9 @@ class FlowLinear:
     flow_side: Side = "train"
     tp_group: Any
     row_order: Tensor | None = None
+    wants_bf16: bool = False
+    """Set by whoever looks at what passes between a layer's steps: its `input_format` is None, so that hooks see X in BF16."""
+    weight: Parameter
 
     @property
     def flow(self) -> SideFlow:
@@ -82,26 +99,37 @@ class FlowLinear:
         """How this layer's input lies over the tensor-parallel ranks."""
         raise NotImplementedError
 
-    def gemm(self, x: Tensor, weight: Parameter, *, swiglu: bool = False) -> Tensor:
-        """Multiply the input by the local weight, with what ranks exchange around it.
+    def input_format(self, part: tuple[int, int]) -> InputFormat | None:
+        """What the active side makes of a part [tokens, features] of X that this rank holds; None where it wants it in BF16."""
+        flow, axis = self.flow, self.exchange.axis
+        for_wgrad = torch.is_grad_enabled() and self.weight.requires_grad
+        if self.wants_bf16 or (axis is not None and not exact_in_fp8(part, axis, flow.precision, for_wgrad=for_wgrad)):
+            return None
+        return input_format(flow.precision, flow.backend, for_wgrad=for_wgrad)
 
-        x: what this rank holds of X, [T/TP, 1, K], [T, 1, K/TP] or [T, 1, K] BF16. weight: [N, K].
-        Returns [T, 1, N] BF16, or [T, 1, N/2] behind SwiGLU.
+    def gemm(self, x: Tensor | QuantizedInput, *, swiglu: bool = False, h_format: InputFormat | None = None) -> Tensor | QuantizedInput:
+        """Multiply the input by the local weight [N, K], with what ranks exchange around it.
+
+        x: what this rank holds of X, [T/TP, 1, K], [T, 1, K/TP] or [T, 1, K] BF16, or that quantised. h_format: see `forward`.
+        Returns [T, 1, N] BF16, or behind SwiGLU [T, 1, N/2] or, with `h_format`, that quantised if the linear is FP8.
         """
-        flow, exchange = self.flow, self.exchange
-        x_TK = x.squeeze(1)
+        flow, exchange, weight = self.flow, self.exchange, self.weight
         if flow.precision.linear is LinearPrecision.bf16:
+            assert isinstance(x, Tensor), f"{self.flow_name} reads BF16: its input_format is None"
             if swiglu:
-                return bf16_linear_swiglu(x_TK, weight, flow.backend, exchange).unsqueeze(1)
-            return bf16_linear(x_TK, weight, exchange=exchange).unsqueeze(1)
-        if exchange.axis is not None:
+                return bf16_linear_swiglu(x.squeeze(1), weight, flow.backend, exchange).unsqueeze(1)
+            return bf16_linear(x.squeeze(1), weight, exchange=exchange).unsqueeze(1)
+        operand = x.squeeze(1) if isinstance(x, Tensor) else x
+        if isinstance(operand, Tensor) and exchange.axis is not None:
             for_wgrad = torch.is_grad_enabled() and weight.requires_grad
-            if not exact_in_fp8(x_TK.shape, exchange.axis, flow.precision, for_wgrad=for_wgrad):
-                x_TK, exchange = self._gathered_in_bf16(x_TK, exchange.axis), LOCAL
+            if not exact_in_fp8(operand.shape, exchange.axis, flow.precision, for_wgrad=for_wgrad):
+                operand, exchange = self._gathered_in_bf16(operand, exchange.axis), LOCAL
         assert flow.cache is not None, self.flow_name
+        arguments = weight, flow.cache.get(self.flow_name), flow.precision, flow.backend, self.row_order, exchange
+        if h_format is not None:
+            return fp8_linear_swiglu_quantized(operand, *arguments, h_format=h_format)
         linear = fp8_linear_swiglu if swiglu else fp8_linear
-        cached = flow.cache.get(self.flow_name)
-        return linear(x_TK, weight, cached, flow.precision, flow.backend, self.row_order, exchange).unsqueeze(1)
+        return linear(operand, *arguments).unsqueeze(1)
 
     def _gathered_in_bf16(self, x_TK: Tensor, axis: int) -> Tensor:
         """X [T, K] from this rank's part; its gradient is reduce-scattered."""
@@ -121,15 +149,22 @@ class FlowColumnParallelLinear(FlowLinear, ColumnParallelLinear):
         return InputExchange(axis=0 if self.sequence_parallel else None, group=self.tp_group)
 
     def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, *, swiglu: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        input_: Tensor | QuantizedInput,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        swiglu: bool = False,
+        h_format: InputFormat | None = None,
+    ) -> tuple[Any, Tensor | None]:
         """Map input_ [T/TP, 1, K] (sequence parallel) or [T, 1, K] to [T, 1, N/TP]; returns (output, bias to add later or None).
 
-        With `swiglu` W_r is [gate | up] and the output is silu(gate) * up, [T, 1, N/TP/2], in one autograd function with the GEMM.
+        With `swiglu` W_r is [gate | up] and the output is silu(gate) * up, [T, 1, N/TP/2], in one autograd function with the GEMM; with
+        `h_format` too it is that as a QuantizedInput, if this linear is FP8.
         """
         assert weight is None and not runtime_gather_output, "the flow linears own their weight and never gather their output"
         assert not swiglu or self.bias is None, "no family of this project has a bias in front of SwiGLU"
-        y = self.gemm(input_, self.weight, swiglu=swiglu)
+        y = self.gemm(input_, swiglu=swiglu, h_format=h_format)
         if self.bias is not None and not self.skip_bias_add:
             y = y + self.bias
         return y, (self.bias if self.skip_bias_add else None)
@@ -188,9 +223,10 @@ class FlowRowParallelLinear(FlowLinear, Module):
             return LOCAL
         return InputExchange(axis=1, group=self.tp_group)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor | QuantizedInput) -> tuple[Tensor, None]:
         """Map input_ [T, 1, K/TP] to [T/TP, 1, N] under sequence parallelism, else [T, 1, N]; the second value is the absent bias."""
-        y = self.gemm(input_, self.weight)
+        y = self.gemm(input_)
+        assert isinstance(y, Tensor)
         if self.row_parallel is RowParallel.k_complete:
             # Every rank has all tokens of its output columns: trade columns for tokens, or gather the columns.
             if self.sequence_parallel:

@@ -4,9 +4,10 @@
 
 Enters: [T/TP, 1, H] (sequence parallel) or [T, 1, H] BF16. Leaves: the same shape. The numbers of SwiGLU are fp8/swiglu.py's, the
 communication of tensor and sequence parallelism is that of the two linears, parameters and their names are those of Megatron's MLP.
-With gradients the backward of SwiGLU writes the operands that fc1's GEMMs read (fp8/linear.py). Without gradients (rollout, reference
-log-probs, the first forward of recompute) nothing is kept and the three steps run one by one, by the same kernels in the same order: the
-bits are equal, and hooks on the linears see [gate | up] behind fc1 and the product in front of fc2.
+Between fc1 and fc2 nothing is written but [gate | up]: SwiGLU belongs to fc1's autograd function, which gives the FP8 operands of fc2 where
+fc2 has an `input_format`, and whose backward writes those of fc1's own GEMMs (fp8/linear.py). Without gradients (rollout, reference
+log-probs, the first forward of recompute) nothing is kept; where fc2 wants BF16 then, the three steps run one by one, and hooks on the
+linears see [gate | up] behind fc1 and the product in front of fc2. The bits are the same in every case.
 Left out: biases, experts, other activations: no family of this project has one.
 """
 
@@ -18,6 +19,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from jetrl_megatron.actor.linears import FlowColumnParallelLinear, FlowRowParallelLinear
+from jetrl_megatron.fp8 import QuantizedInput
 from jetrl_megatron.fp8.backend import kernels_of
 
 
@@ -36,15 +38,19 @@ class FlowMLP(MLP):
         linears = MLPSubmodules(linear_fc1=FlowColumnParallelLinear, linear_fc2=FlowRowParallelLinear)
         super().__init__(config, linears, tp_group=parallel_state.get_tensor_model_parallel_group())
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor | QuantizedInput, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """Map [T/TP, 1, H] or [T, 1, H] to the same shape; the second value is the absent bias. Megatron's scale is for experts."""
         assert per_token_scale is None, "no family of this project has experts"
         return self.linear_fc2(self._activated(hidden_states))
 
-    def _activated(self, hidden_states: Tensor) -> Tensor:
+    def _activated(self, hidden_states: Tensor | QuantizedInput) -> Tensor | QuantizedInput:
         """silu(gate) * up, [T, 1, F/TP]; without gradients gate and up are free again when this returns."""
-        if torch.is_grad_enabled():
-            return self.linear_fc1(hidden_states, swiglu=True)[0]
+        held = hidden_states.graph_TK if isinstance(hidden_states, QuantizedInput) else hidden_states
+        tokens, _ = self.linear_fc1.exchange.whole_shape((held.shape[0], held.shape[-1]))
+        h_format = self.linear_fc2.input_format((tokens, self.linear_fc1.weight.shape[0] // 2))
+        if torch.is_grad_enabled() or h_format is not None:
+            activated: Tensor | QuantizedInput = self.linear_fc1(hidden_states, swiglu=True, h_format=h_format)[0]
+            return activated
         gate_up, _ = self.linear_fc1(hidden_states)
         h_TF = kernels_of(self.linear_fc1.flow.backend).swiglu(gate_up.flatten(0, -2))
         return h_TF.view(*gate_up.shape[:-1], h_TF.shape[-1])

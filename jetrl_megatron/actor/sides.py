@@ -1,8 +1,9 @@
 """Which precision each linear runs on each side, and the weight caches behind it.
 
-Enters: model chunks, PrecisionConfig. Leaves: every linear with its flows attached, and the caches that `refresh` after each optimizer
-step. Invariant: the bytes that the training forward multiplies are the bytes that the rollout multiplies, because in the `jetrl` arm
-both sides hold the same cache; a cache refuses to serve a weight that changed since it was quantised.
+Enters: model chunks, PrecisionConfig. Leaves: every linear with its flows attached, norms that know which linear reads them, and the caches
+that `refresh` after each optimizer step. Invariant: the bytes that the training forward multiplies are the bytes that the rollout
+multiplies, because in the `jetrl` arm both sides hold the same cache; a cache refuses to serve a weight that changed since it was
+quantised.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, fp8_modules, stage_layers
 from jetrl_megatron.actor.linears import FlowLinear, SideFlow
 from jetrl_megatron.actor.model import PolicyModel
+from jetrl_megatron.actor.norm import RMSNorm
 from jetrl_megatron.config import Arm, Backend, LinearPrecision, PrecisionConfig
 from jetrl_megatron.fp8 import GemmPrecision, WeightCache
 from jetrl_megatron.fp8.precision import Side
@@ -26,6 +28,9 @@ _HF_OF = {
     "mlp.linear_fc2": "mlp.down_proj",
 }
 """A representative Hugging Face module of each Megatron linear; merged parts share one precision (`conversion.layout`)."""
+
+_NORM_OF = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+"""The norm whose output one linear alone reads."""
 
 
 def qkv_row_order(arch: ModelArchitecture, tp: int, device: torch.device) -> Tensor | None:
@@ -71,12 +76,14 @@ class FlowSides:
         bf16 = SideFlow(precision=GemmPrecision.from_config(PrecisionConfig(arm=Arm.bf16), "train"), cache=None, backend=backend)
         device = chunks[0].config.flow_device
         order = qkv_row_order(arch, layout.tp, device)
-        for name, hf_name, linear, weight in self._named_linears(arch, layout, pp_rank):
+        for name, hf_name, linear, norm in self._named_linears(arch, layout, pp_rank):
             linear.flow_name = name
             linear.row_order = order if name.endswith("linear_qkv") else None
             linear.flow_sides = {side: flow if hf_name in fp8 else bf16 for side, flow in flows.items()}
+            if norm is not None:
+                norm.format_of = linear.input_format
             for cache in {id(f.cache): f.cache for f in linear.flow_sides.values() if f.cache is not None}.values():
-                cache.register(name, weight, row_order=linear.row_order)
+                cache.register(name, linear.weight, row_order=linear.row_order)
 
     def _flow(self, side: Side, precision: PrecisionConfig, backend: Backend) -> SideFlow:
         gemm = GemmPrecision.from_config(precision, side)
@@ -91,15 +98,16 @@ class FlowSides:
 
     def _named_linears(
         self, arch: ModelArchitecture, layout: ParallelLayout, pp_rank: int
-    ) -> Iterator[tuple[str, str, FlowLinear, torch.nn.Parameter]]:
-        """Yield (global Megatron name, representative HF module name, linear, weight) of every linear, in the order of the forward pass."""
+    ) -> Iterator[tuple[str, str, FlowLinear, RMSNorm | None]]:
+        """Yield (global Megatron name, representative HF module name, linear, norm in front) of every linear, in the forward's order."""
         layers = stage_layers(arch, layout)
         for stage, chunk in enumerate(self._chunks):
             for number, layer in zip(layers[pp_rank, stage], chunk.decoder.layers, strict=True):
                 for name, hf in _HF_OF.items():
                     linear: torch.nn.Module = layer.get_submodule(name)
                     assert isinstance(linear, FlowLinear), (name, type(linear))
-                    yield f"decoder.layers.{number}.{name}", f"model.layers.{number}.{hf}", linear, linear.get_parameter("weight")
+                    norm = getattr(layer, _NORM_OF[name]) if name in _NORM_OF else None
+                    yield f"decoder.layers.{number}.{name}", f"model.layers.{number}.{hf}", linear, norm
 
     @property
     def caches(self) -> dict[str, WeightCache]:
@@ -115,6 +123,18 @@ class FlowSides:
         """Quantise every registered weight once; call after loading weights and after every optimizer step."""
         for cache in self._caches.values():
             cache.refresh()
+
+    @contextmanager
+    def in_bf16_steps(self) -> Iterator[None]:
+        """Let what stands in front of a linear write BF16 in the enclosed forwards, so that hooks see it; the bits stay the same."""
+        linears = [m for chunk in self._chunks for m in chunk.modules() if isinstance(m, FlowLinear)]
+        for m in linears:
+            m.wants_bf16 = True
+        try:
+            yield
+        finally:
+            for m in linears:
+                m.wants_bf16 = False
 
     @contextmanager
     def use(self, side: Side) -> Iterator[None]:

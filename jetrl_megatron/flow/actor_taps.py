@@ -6,7 +6,7 @@ do in a run. Prompt tokens (the engine's prefill) and drawn tokens (its decoding
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,7 +120,7 @@ class _Grouped:
 
 @contextmanager
 def _tapped(model: Any, actor: Actor, comparison: Taps) -> Iterator[None]:
-    """Hook every operator of the actor's model for the length of a forward."""
+    """Hook every operator of the actor's model for the length of a forward; its steps run one by one, with BF16 in between."""
     handles: list[Any] = []
     ropes: list[tuple[Any, Any]] = []
     grouped = _Grouped(actor)
@@ -171,7 +171,8 @@ def _tapped(model: Any, actor: Actor, comparison: Taps) -> Iterator[None]:
         after(layer.mlp.linear_fc2, number, "down")
     after(model.decoder.final_layernorm, -1, FINAL_NORM)
     try:
-        yield
+        with actor.sides.in_bf16_steps():
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -180,10 +181,15 @@ def _tapped(model: Any, actor: Actor, comparison: Taps) -> Iterator[None]:
 
 
 def compare(actor: Actor, sequences: list[dict[str, Any]], *, temperature: float, forced: bool) -> Differences:
-    """Run the training forward over every recorded sequence; `forced` gives the view `alone`. The actor is on one rank."""
+    """Run the training forward over every recorded sequence; `forced` gives the view `alone`. The actor is on one rank.
+
+    Behind taps a layer's steps run one by one. In place, logits and log-probs are of the forward without taps, as training runs it.
+    """
     found: Differences = {}
     for sequence in sequences:
         logits, logp = forward(actor, sequence, temperature, _Comparison(sequence, actor.device, forced, found))
+        if not forced:
+            logits, logp = forward(actor, sequence, temperature, None)
         engine = sequence["outputs"][LOGITS].to(logits.device)[:, : logits.shape[1]]
         found.setdefault((LOGITS, "decode"), Difference()).add(logits, engine.to(logits.dtype), -1)
         found.setdefault((LOGPROB, "decode"), Difference()).add(logp, torch.tensor(sequence["logprobs"], device=logp.device), -1)
@@ -191,14 +197,17 @@ def compare(actor: Actor, sequences: list[dict[str, Any]], *, temperature: float
 
 
 @torch.no_grad()  # with gradients fc1 and SwiGLU run as one function, and no hook sees what passes between them
-def forward(actor: Actor, sequence: dict[str, Any], temperature: float, taps: Taps) -> tuple[Tensor, Tensor]:
-    """Run one sequence through the tapped model; returns undivided logits [drawn, V] and log-probs [drawn] of the drawn tokens, float32."""
+def forward(actor: Actor, sequence: dict[str, Any], temperature: float, taps: Taps | None) -> tuple[Tensor, Tensor]:
+    """Run one sequence through the model, tapped where there are taps.
+
+    Returns undivided logits [drawn, V] and log-probs [drawn] of the drawn tokens, float32.
+    """
     model: PolicyModel = actor.chunks[0].eval()
     entered = sequence["tokens"][:-1]  # the last drawn token never enters an engine
     total = -(-len(entered) // _ROWS) * _ROWS
     context, positions = packed_context([len(entered)], total, actor.device)
     tokens = torch.tensor([*entered, *[0] * (total - len(entered))], device=actor.device)
-    with megatron_scope(actor.device), _tapped(model, actor, taps):
+    with megatron_scope(actor.device), nullcontext() if taps is None else _tapped(model, actor, taps):
         hidden = model(tokens[None], positions[None], None, packed_seq_params=context).squeeze(1)
     drawing = hidden[sequence["num_prompt"] - 1 : len(entered)]
     shard, weight = head_shard(model, actor.arch.vocab_size), model.head_weight()

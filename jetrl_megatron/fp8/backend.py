@@ -17,7 +17,7 @@ from jetrl_megatron.fp8 import gemm_reference
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK, WeightBuffers, quantize, quantize_dual, quantize_weight, requantize_transposed
-from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward, swiglu_backward_dual
+from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward, swiglu_backward_dual, swiglu_quantize
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 
@@ -43,6 +43,11 @@ class Kernels(Protocol):
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `swiglu.swiglu`."""
+
+    def swiglu_quantize(
+        self, gate_up: torch.Tensor, *, scale_format: ScaleFormat, t_block: tuple[int, int] | None
+    ) -> tuple[BlockScaled, BlockScaled | None]:
+        """See `swiglu.swiglu_quantize`."""
 
     def swiglu_backward(self, dh: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         """See `swiglu.swiglu_backward`."""
@@ -70,6 +75,7 @@ class ReferenceKernels:
     requantize_transposed = staticmethod(requantize_transposed)
     quantize_weight = staticmethod(quantize_weight)
     swiglu = staticmethod(swiglu)
+    swiglu_quantize = staticmethod(swiglu_quantize)
     swiglu_backward = staticmethod(swiglu_backward)
     swiglu_backward_dual = staticmethod(swiglu_backward_dual)
     fprop = staticmethod(gemm_reference.fprop)

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from jetrl_megatron.fp8 import triton_quantize, triton_swiglu
+from jetrl_megatron.fp8 import triton_fused, triton_quantize, triton_swiglu
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK
 from jetrl_megatron.fp8.triton_accumulate import accumulate
@@ -46,6 +46,7 @@ class DeepGemmKernels:
     requantize_transposed = staticmethod(triton_quantize.requantize_transposed)
     quantize_weight = staticmethod(triton_quantize.quantize_weight)
     swiglu = staticmethod(triton_swiglu.swiglu)
+    swiglu_quantize = staticmethod(triton_fused.swiglu_quantize)
     swiglu_backward = staticmethod(triton_swiglu.swiglu_backward)
     swiglu_backward_dual = staticmethod(triton_swiglu.swiglu_backward_dual)
 

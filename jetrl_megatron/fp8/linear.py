@@ -9,9 +9,11 @@ Rows in another order: where the cache holds parameter rows permuted (`row_order
 operands of fprop and dgrad are in the cache's.
 X that tensor-parallel ranks share (`exchange`, see exchange.py): x is what this rank holds. A part is quantised, then gathered for fprop;
 the forward keeps the part, which is gathered in the backward, as wgrad's operand, beside dgrad. dX is added up over the ranks beside wgrad.
+X that was never written in BF16 (`QuantizedInput`, see quantized_input.py) is taken as the operands that the linear would make of it.
 SwiGLU behind a linear (`fp8_linear_swiglu`) is part of its autograd function: Y, which is [gate | up], is kept, and the backward goes from
-dh to the FP8 operands of dY without writing dY. Where that is impossible, dY is written in BF16 by one kernel and quantised from there, to
-the same bytes: dgrad or wgrad in BF16 (they read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
+dh to the FP8 operands of dY without writing dY; `fp8_linear_swiglu_quantized` goes from Y to the operands of the next linear without h.
+Where the former is impossible, dY is written in BF16 by one kernel and quantised from there, to the same bytes: dgrad or wgrad in BF16
+(which read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
 Left out: bias, BF16 linears and GEMMs (linear_bf16.py), which linears share X (actor/linears.py), weight quantisation (weight_cache.py).
 
 Legend: T tokens, K input features, N output features; F = N / 2 features behind SwiGLU.
@@ -32,6 +34,7 @@ from jetrl_megatron.fp8.linear_bf16 import mm, wgrad_bf16
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 from jetrl_megatron.fp8.precision import GemmPrecision
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
+from jetrl_megatron.fp8.quantized_input import InputFormat, Operands, QuantizedInput, input_format, stand_in
 from jetrl_megatron.fp8.weight_cache import QuantizedWeight
 
 E4M3 = torch.float8_e4m3fn
@@ -43,14 +46,21 @@ class _Flow:
 
     cached: QuantizedWeight
     precision: GemmPrecision
-    kernels: Kernels
+    backend: Backend
     row_order: torch.Tensor | None
     exchange: InputExchange
-    swiglu: bool
+    swiglu: bool = False
+    h_format: InputFormat | None = None
+    """Of what SwiGLU gives; None: BF16."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of the backend."""
+        return kernels_of(self.backend)
 
 
 def fp8_linear(
-    x_TK: torch.Tensor,
+    x: torch.Tensor | QuantizedInput,
     weight: torch.Tensor,
     cached: QuantizedWeight,
     precision: GemmPrecision,
@@ -60,19 +70,19 @@ def fp8_linear(
 ) -> torch.Tensor:
     """Y = X W^T with the forward in FP8.
 
-    x_TK: [T, K] bfloat16. weight: [N, K] bfloat16 parameter that `cached` was made of. cached: its bytes. precision: the switches.
+    x: [T, K] bfloat16, or its operands in the linear's `input_format`. weight: [N, K] bfloat16 parameter that `cached` was made of.
+    cached: its bytes. precision: the switches.
     backend: resolved. row_order: [N] int64, cache row i is parameter row row_order[i]; None where both orders are one.
-    exchange: how tensor-parallel ranks share X; x_TK is then what this rank holds, and T and K are the whole's.
+    exchange: how tensor-parallel ranks share X; x is then what this rank holds, and T and K are the whole's.
     Returns [T, N] bfloat16, columns in the parameter's order. Raises ValueError on shapes or dtypes that do not fit, a BF16 precision, or
     parts that cannot be gathered in FP8 (`exact_in_fp8`).
     """
-    kernels = kernels_of(backend)
-    flow = _Flow(cached=cached, precision=precision, kernels=kernels, row_order=row_order, exchange=exchange, swiglu=False)
-    return _fp8(x_TK, weight, flow)
+    y_TN, _ = _fp8(x, weight, _Flow(cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange))
+    return y_TN
 
 
 def fp8_linear_swiglu(
-    x_TK: torch.Tensor,
+    x: torch.Tensor | QuantizedInput,
     weight: torch.Tensor,
     cached: QuantizedWeight,
     precision: GemmPrecision,
@@ -84,14 +94,35 @@ def fp8_linear_swiglu(
 
     weight: [2F, K] bfloat16, the gate's rows first. Returns [T, F] bfloat16. Raises ValueError on an odd number of rows too.
     """
-    kernels = kernels_of(backend)
-    flow = _Flow(cached=cached, precision=precision, kernels=kernels, row_order=row_order, exchange=exchange, swiglu=True)
-    return _fp8(x_TK, weight, flow)
+    flow = _Flow(cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange, swiglu=True)
+    h_TF, _ = _fp8(x, weight, flow)
+    return h_TF
 
 
-def _fp8(x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow) -> torch.Tensor:
-    """Check what enters, then run with what the backward needs or, without gradients, without keeping anything."""
-    cached, precision, kernels, exchange = flow.cached, flow.precision, flow.kernels, flow.exchange
+def fp8_linear_swiglu_quantized(
+    x: torch.Tensor | QuantizedInput,
+    weight: torch.Tensor,
+    cached: QuantizedWeight,
+    precision: GemmPrecision,
+    backend: Backend,
+    row_order: torch.Tensor | None = None,
+    exchange: InputExchange = LOCAL,
+    *,
+    h_format: InputFormat,
+) -> QuantizedInput:
+    """`fp8_linear_swiglu`, [T, F], as the input of the linear whose `input_format` is `h_format`: the bytes that it would make of h."""
+    flow = _Flow(
+        cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange, swiglu=True, h_format=h_format
+    )
+    graph_TF, operands = _fp8(x, weight, flow)
+    assert operands is not None
+    return QuantizedInput(operands=operands, graph_TK=graph_TF)
+
+
+def _fp8(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, flow: _Flow) -> tuple[torch.Tensor, Operands | None]:
+    """Check what enters, then run with what the backward needs or, without gradients, without keeping anything; (Y or h, operands of h)."""
+    cached, precision, exchange = flow.cached, flow.precision, flow.exchange
+    x_TK, given = (x.graph_TK, x.operands) if isinstance(x, QuantizedInput) else (x, None)
     exchange.check(x_TK, weight)
     if precision.linear is not LinearPrecision.fp8:
         raise ValueError("precision.linear is bf16; call bf16_linear for this layer")
@@ -103,30 +134,55 @@ def _fp8(x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow) -> torch.Tensor:
             f"a part {tuple(x_TK.shape)} of X, cut along axis {exchange.axis}, cannot be gathered in FP8 with saved_activation="
             f"{precision.saved_activation.value}, wgrad={precision.wgrad.value}: gather X in BF16 and call without `exchange`"
         )
+    if given is not None:
+        _check_given(given, input_format(precision, flow.backend, for_wgrad=for_wgrad))
     if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
         if precision.dgrad is LinearPrecision.fp8 and x_TK.requires_grad and cached.w_t is None:
             raise ValueError("dgrad is fp8 but the cache holds no transposed weight; build WeightCache with keep_transposed=True")
-        return _Fp8Linear.apply(x_TK, weight, flow)
-    x = exchange.rows(kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format))
-    y_TN = _to_stored_order(kernels.fprop(x, cached.w), flow.row_order)
-    return kernels.swiglu(y_TN) if flow.swiglu else y_TN
+        made: tuple[torch.Tensor, Operands | None] = _Fp8Linear.apply(x_TK, weight, flow, given)
+        return made
+    rows = given[0] if given else flow.kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
+    return _activated(_to_stored_order(flow.kernels.fprop(exchange.rows(rows), cached.w), flow.row_order), flow)
+
+
+def _check_given(given: Operands, form: InputFormat | None) -> None:
+    """Raise ValueError where X came quantised otherwise than this linear would have done it, as far as shapes tell."""
+    if form is None:
+        raise ValueError("X came quantised, and this linear reads or keeps X in BF16: its `input_format` is None")
+    block = None if given[1] is None else given[1].block
+    if form.t_block is not None and block != form.t_block:
+        raise ValueError(f"X came with X^T in blocks {block}, and wgrad of this linear reads {form.t_block}: ask for its `input_format`")
+
+
+def _activated(y_TN: torch.Tensor, flow: _Flow) -> tuple[torch.Tensor, Operands | None]:
+    """What leaves the linear: Y, h of it, or a stand-in for h with its operands."""
+    if not flow.swiglu:
+        return y_TN, None
+    if flow.h_format is None:
+        return flow.kernels.swiglu(y_TN), None
+    form = flow.h_format
+    operands = flow.kernels.swiglu_quantize(y_TN, scale_format=form.scale_format, t_block=form.t_block)
+    return stand_in(operands[0].shape, y_TN.device), operands
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow) -> torch.Tensor:
-        cached, precision, kernels = flow.cached, flow.precision, flow.kernels
-        saved, scale_format = precision.saved_activation, precision.scale_format
-        keep: list[torch.Tensor] = []
-        ctx.block = None
-        if weight.requires_grad and saved is SavedActivation.fp8_dual:
-            x, x_t = kernels.quantize_dual(x_TK, dtype=E4M3, scale_format=scale_format, t_block=precision.x_t_block)
-            keep, ctx.block = [x_t.data, x_t.scale], x_t.block
+    def forward(
+        ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow, given: Operands | None
+    ) -> tuple[torch.Tensor, Operands | None]:
+        cached, precision = flow.cached, flow.precision
+        form = input_format(precision, flow.backend, for_wgrad=weight.requires_grad)
+        keep, ctx.block = [x_TK] if form is None else [], None
+        if given is not None:
+            x, x_t = given
+        elif form is not None:
+            x, x_t = form.quantize(x_TK)
         else:
-            x = kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=scale_format)
-            if weight.requires_grad:
-                keep = [x_TK] if saved is SavedActivation.bf16 else [x.data, x.scale]
-                ctx.block = None if saved is SavedActivation.bf16 else x.block
+            x, x_t = flow.kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format), None
+        if weight.requires_grad and form is not None:
+            kept = x if form.t_block is None else x_t
+            assert kept is not None, "_fp8 checks it"
+            keep, ctx.block = [kept.data, kept.scale], kept.block
         ctx.flow, ctx.num_kept = flow, len(keep)
         ctx.weight_ref = weight
         if ctx.needs_input_grad[0]:
@@ -136,9 +192,9 @@ class _Fp8Linear(torch.autograd.Function):
                 assert cached.w_t is not None, "_fp8 checks it"
                 keep += [cached.w_t.data, cached.w_t.scale]
         ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
-        y_TN = _to_stored_order(kernels.fprop(flow.exchange.rows(x), cached.w), flow.row_order)
+        y_TN = _to_stored_order(flow.kernels.fprop(flow.exchange.rows(x), cached.w), flow.row_order)
         ctx.save_for_backward(*keep, *([y_TN] if flow.swiglu else []))
-        return kernels.swiglu(y_TN) if flow.swiglu else y_TN
+        return _activated(y_TN, flow)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -170,7 +226,7 @@ class _Fp8Linear(torch.autograd.Function):
             x = whole_x()
             wgrad = (lambda out: kernels.wgrad(dy_t, x, out)) if fp8_wgrad else (lambda out: wgrad_bf16(dy_TN, x, out))
             dw = deliver_weight_gradient(ctx.weight_ref, wgrad)
-        return None if dx_sum is None else dx_sum(), dw, None
+        return None if dx_sum is None else dx_sum(), dw, None, None
 
 
 def _to_stored_order(y_TN: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:

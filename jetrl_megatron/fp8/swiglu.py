@@ -1,7 +1,7 @@
 """SwiGLU and its gradient: this torch code defines the numbers; the kernels of triton_swiglu.py compute the same equations in FP32.
 
-Enters: gate_up [T, 2F] BF16, the gate in the first F columns, and in the backward dh [T, F] BF16. Leaves: h, or d_gate_up [T, 2F] BF16, or
-that in FP8 along both axes.
+Enters: gate_up [T, 2F] BF16, the gate in the first F columns, and in the backward dh [T, F] BF16. Leaves: h [T, F] or d_gate_up [T, 2F],
+each in BF16 or in FP8 along both axes.
 Equations, sigmoid = 1 / (1 + exp(-gate)):
     silu = bf16(gate * sigmoid);  h = bf16(silu * up)
     d_up = bf16(dh * silu);  d_gate = bf16(dh * up * sigmoid * (1 + gate * (1 - sigmoid)))
@@ -18,7 +18,7 @@ import torch
 
 from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled
-from jetrl_megatron.fp8.quantize import quantize_dual
+from jetrl_megatron.fp8.quantize import ROW_BLOCK, quantize, quantize_dual
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -29,6 +29,19 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     check_gate_up(gate_up)
     gate, up = gate_up.detach().chunk(2, dim=1)
     return _silu(gate.to(_wide(gate))) * up
+
+
+def swiglu_quantize(
+    gate_up: torch.Tensor, *, scale_format: ScaleFormat = ScaleFormat.fp32, t_block: tuple[int, int] | None = ROW_BLOCK
+) -> tuple[BlockScaled, BlockScaled | None]:
+    """The operands of a linear that reads h: (codes [T, F] in groups along F, h^T [F, T128] in `t_block`, or None without one).
+
+    gate_up: [T, 2F] bfloat16. Raises ValueError on another shape or dtype.
+    """
+    h = swiglu(gate_up)
+    if t_block is None:
+        return quantize(h, ROW_BLOCK, scale_format=scale_format), None
+    return quantize_dual(h, scale_format=scale_format, t_block=t_block)
 
 
 def swiglu_backward(dh: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def one_after_the_other() -> Iterator[None]:
     """The way to compare with: Megatron's mappings, waited for, around linears that exchange nothing, so that all of X is quantised."""
     real = linears.FlowLinear.gemm
 
-    def mapped(linear: Any, x: torch.Tensor, weight: Any, *, swiglu: bool = False) -> torch.Tensor:
+    def mapped(linear: Any, x: torch.Tensor, *, swiglu: bool = False, h_format: None = None) -> torch.Tensor:
         exchange = linear.exchange
         if exchange.group is not None:
             group = {"group": linear.tp_group}
@@ -90,13 +90,18 @@ def one_after_the_other() -> Iterator[None]:
             else:
                 x = mappings.all_gather_last_dim_from_tensor_parallel_region(x, **group)
         with mock.patch.dict(vars(linear), exchange=LOCAL):
-            return real(linear, x, weight, swiglu=swiglu)
+            return real(linear, x, swiglu=swiglu, h_format=h_format)
 
     def traded(y: torch.Tensor, group: Any) -> torch.Tensor:
         # Of no tokens Megatron's gives the width of one part.
         return mappings.all_to_all_hp2sp(y, group=group) if y.shape[0] else y.repeat(1, group.size())
 
-    with mock.patch.object(linears.FlowLinear, "gemm", mapped), mock.patch.object(linears, "columns_for_tokens", traded):
+    flow = linears.FlowLinear
+    with (
+        mock.patch.object(flow, "gemm", mapped),
+        mock.patch.object(flow, "wants_bf16", True),
+        mock.patch.object(linears, "columns_for_tokens", traded),
+    ):
         yield
 
 

@@ -26,7 +26,7 @@ def bf16_linears(actor, side):
                         found.add(module.flow_name)
 
                 hooks.callback(module.register_forward_hook(check).remove)
-        with actor.sides.use(side):
+        with actor.sides.use(side), actor.sides.in_bf16_steps():
             actor.logprobs(few_batches(actor))
     return found
 

@@ -48,13 +48,15 @@ def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *args, **options: None)
     monkeypatch.setattr(norm, "rms_norm", norm._TritonNorm.apply)
+    monkeypatch.setattr(norm, "rms_norm_quantized", norm._triton_quantized)
     monkeypatch.setattr(rope, "_rotated", triton_rope.rotate)
     monkeypatch.setattr(flash, "_flash3_forward", lambda: flash3)
     monkeypatch.setattr(flash_backward, "cudnn_backward", cudnn)
     monkeypatch.setattr(flash_backward.segment_backward, "__defaults__", (TOKS // 2,))
     monkeypatch.setattr(deepgemm, "load_deep_gemm", lambda: SimpleNamespace(fp8_gemm_nt=lambda a, b, out, **options: None))
     kernels = deepgemm.DeepGemmKernels()
-    monkeypatch.setattr("jetrl_megatron.fp8.linear.kernels_of", lambda backend: kernels)
+    for module in ("linear", "quantized_input"):
+        monkeypatch.setattr(f"jetrl_megatron.fp8.{module}.kernels_of", lambda backend: kernels)
 
 
 def copies(model, real: int) -> tuple[list, list]:

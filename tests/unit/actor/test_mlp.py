@@ -1,13 +1,15 @@
-"""The MLP: with gradients the bits of fc1, SwiGLU and fc2 one by one; without, the steps are there to be hooked and nothing is kept."""
+"""The MLP: the bits of fc1, SwiGLU and fc2 one by one, h in FP8 alone where fc2 takes it; the steps are there to be hooked if asked for."""
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from jetrl_megatron.actor.mlp import FlowMLP
 from jetrl_megatron.config import Arm, LinearPrecision, ParallelConfig, PrecisionConfig, Recompute, SavedActivation
+from jetrl_megatron.fp8 import QuantizedInput
 from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward
 from tests.unit.actor.single_rank import few_batches, single_rank_actor, take_step
 
@@ -69,7 +71,7 @@ def test_without_gradients_hooks_see_both_sides_of_swiglu_and_gate_up_is_freed_b
             seen["h"] = args[0].clone()
 
         handles = [mlp.linear_fc1.register_forward_hook(behind_fc1), mlp.linear_fc2.register_forward_pre_hook(before_fc2)]
-        with torch.no_grad():
+        with torch.no_grad(), actor.sides.in_bf16_steps():
             mlp(hidden().to(actor.device))
         for handle in handles:
             handle.remove()
@@ -77,14 +79,39 @@ def test_without_gradients_hooks_see_both_sides_of_swiglu_and_gate_up_is_freed_b
         assert torch.equal(seen["h"].flatten(0, 1), swiglu(seen["gate_up"].flatten(0, 1)))
 
 
-def test_training_runs_fc1_and_swiglu_as_one_function_and_recompute_runs_it_again(one_layer_dir):
-    for recompute, widths in ((Recompute.none, [512]), (Recompute.full, [1024, 512])):
+@pytest.mark.parametrize("name", ARMS)
+def test_what_passes_from_the_norms_and_from_swiglu_is_fp8_where_the_linear_behind_takes_it(one_layer_dir, name):
+    with single_rank_actor(one_layer_dir, ARMS[name]) as actor:
+        layer, found = actor.chunks[0].decoder.layers[0], {}
+        linears = {"qkv": layer.self_attention.linear_qkv, "fc1": layer.mlp.linear_fc1, "fc2": layer.mlp.linear_fc2}
+        for key, linear in linears.items():
+            linear.register_forward_pre_hook(lambda m, args, key=key: found.update({key: isinstance(args[0], QuantizedInput)}))
+        take_step(actor, few_batches(actor))
+        fp8 = name in ("jetrl", "bf16 fc1 only")
+        assert found == {"qkv": fp8, "fc1": name == "jetrl", "fc2": name == "jetrl"}, "in training"
+        actor.logprobs(few_batches(actor))
+        fp8 |= name == "bf16 backward"
+        assert found == {"qkv": fp8, "fc1": fp8 and name != "bf16 fc1 only", "fc2": fp8 and name != "bf16 fc1 only"}, "no gradients"
+
+
+def test_recompute_wants_no_columns_in_its_first_forward(one_layer_dir):
+    for recompute, columns in ((Recompute.none, [True]), (Recompute.full, [False, True])):
         with single_rank_actor(one_layer_dir, ARMS["jetrl"], ParallelConfig(recompute=recompute)) as actor:
             found = []
-            handle = mlp_of(actor).linear_fc1.register_forward_hook(lambda m, a, out, found=found: found.append(out[0].shape[-1]))
+            mlp_of(actor).linear_fc2.register_forward_pre_hook(lambda m, args, found=found: found.append(args[0].operands[1] is not None))
             take_step(actor, few_batches(actor))
-            handle.remove()
-            assert found == widths, "recompute keeps nothing in its first forward and fuses in its second"
+            assert found == columns
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_quantised_in_front_of_the_linear_or_in_it_a_step_has_the_same_gradients(one_layer_dir, recompute):
+    grads = []
+    for stepwise in (False, True):
+        with single_rank_actor(one_layer_dir, ARMS["jetrl"], ParallelConfig(recompute=recompute)) as actor:
+            with actor.sides.in_bf16_steps() if stepwise else nullcontext():
+                take_step(actor, few_batches(actor))
+            grads.append([p.main_grad.clone() for p in actor.chunks[0].parameters()] + [p.clone() for p in actor.chunks[0].parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True)) and all(g.abs().max() > 0 for g in grads[0])
 
 
 def test_frozen_layers_and_zero_tokens(one_layer_dir):

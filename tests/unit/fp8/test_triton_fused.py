@@ -27,7 +27,7 @@ def test_norm_codes_are_those_of_the_bf16_norm(shape):
     assert ((rstd.double() - exact).abs() <= exact * 2.0**-22).all()
     expected = quantize_dual(rms_norm(x, weight, rstd))
     assert row_wise.same_bytes(expected[0]) and transposed.same_bytes(expected[1])
-    alone, nothing, _ = rms_norm_quantize(x, weight, 1e-6, dual=False)
+    alone, nothing, _ = rms_norm_quantize(x, weight, 1e-6, t_block=None)
     assert alone.same_bytes(expected[0]) and nothing is None
 
 
@@ -41,7 +41,7 @@ def test_swiglu_codes_are_those_of_the_bf16_activation(shape):
     for got, want in zip((row_wise, transposed), expected, strict=True):
         assert (got.data.view(torch.uint8) != want.data.view(torch.uint8)).float().mean() < 1e-3
         assert ((got.dequantize() - want.dequantize()).abs() <= want.dequantize().abs() / 7 + got.scale.max() / 256).all()
-    assert swiglu_quantize(gate_up, dual=False)[0].same_bytes(row_wise)
+    assert swiglu_quantize(gate_up, t_block=None)[0].same_bytes(row_wise)
 
 
 def test_zero_tokens_and_what_does_not_fit():

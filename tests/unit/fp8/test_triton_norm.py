@@ -58,7 +58,7 @@ def test_nan_and_infinity_stay_visible_and_nothing_is_launched_for_no_rows():
 def test_the_quantiser_reads_the_bits_of_the_norm_itself():
     x, w = rows((70, 384)), weight_of(384)
     assert torch.equal(rms_rstd(x, w, EPS), rms_norm(x, w, EPS)[1])
-    row_wise, _, _ = rms_norm_quantize(x, w, EPS, dual=False)
+    row_wise, _, _ = rms_norm_quantize(x, w, EPS, t_block=None)
     from jetrl_megatron.fp8.quantize import ROW_BLOCK, quantize
 
     wanted = quantize(rms_norm(x, w, EPS)[0], ROW_BLOCK)
