@@ -36,26 +36,11 @@ class Case:
 
 
 def cases(x: torch.Tensor) -> list[Case]:
-    """The quantisers of this project on x [R, C] BF16; SwiGLU has C features, x is its gradient in the backward."""
-    from jetrl_megatron.fp8 import triton_fused, triton_quantize, triton_swiglu
+    """The quantisers of this project on x [R, C] BF16."""
+    from jetrl_megatron.fp8 import triton_quantize
 
-    rows, cols = x.shape
     size, scales = x.numel(), x.numel() // 128 * 4
-    gate_up = torch.randn(rows, 2 * cols, device=x.device, dtype=torch.bfloat16)
-    weight = torch.randn(cols, device=x.device).bfloat16()
     row_wise = triton_quantize.quantize(x, (1, 128))
-
-    def norm_expected() -> tuple[BlockScaled, ...]:
-        rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
-        return reference.quantize_dual((x.float() * rstd * weight.float()).bfloat16())
-
-    def activation() -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
-
-    def gradient_expected() -> tuple[BlockScaled, ...]:
-        return reference.quantize_dual(triton_swiglu.swiglu_backward(x, gate_up))
-
     return [
         Case("row", lambda: triton_quantize.quantize(x, (1, 128)), 3 * size + scales, lambda: (reference.quantize(x, (1, 128)),)),
         Case("dual", lambda: triton_quantize.quantize_dual(x), 4 * size + 2 * scales, lambda: reference.quantize_dual(x)),
@@ -74,12 +59,65 @@ def cases(x: torch.Tensor) -> list[Case]:
             2 * size + 2 * scales,
             lambda: (reference.requantize_transposed(row_wise),),
         ),
-        Case("norm + dual", lambda: triton_fused.rms_norm_quantize(x, weight, EPS), 6 * size + 2 * scales, norm_expected),
+    ]
+
+
+def fused_cases(x: torch.Tensor) -> list[Case]:
+    """Norm and SwiGLU, with and without a quantiser behind them; SwiGLU has C features, x [R, C] BF16 is its gradient in the backward."""
+    from jetrl_megatron.fp8 import triton_fused, triton_swiglu
+
+    rows, cols = x.shape
+    size, scales = x.numel(), x.numel() // 128 * 4
+    gate_up = torch.randn(rows, 2 * cols, device=x.device, dtype=torch.bfloat16)
+    weight = torch.randn(cols, device=x.device).bfloat16()
+
+    def normed() -> torch.Tensor:
+        rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
+        return (x.float() * rstd * weight.float()).bfloat16()
+
+    def activation() -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    def gradient_expected() -> tuple[BlockScaled, ...]:
+        return reference.quantize_dual(triton_swiglu.swiglu_backward(x, gate_up))
+
+    return [
+        Case(
+            "norm + dual",
+            lambda: triton_fused.rms_norm_quantize(x, weight, EPS),
+            6 * size + 2 * scales,
+            lambda: reference.quantize_dual(normed()),
+        ),
+        Case(
+            "norm + dual, blocks",
+            lambda: triton_fused.rms_norm_quantize(x, weight, EPS, t_block=(128, 128)),
+            6 * size + scales,
+            lambda: reference.quantize_dual(normed(), t_block=(128, 128)),
+        ),
+        Case(
+            "norm + row",
+            lambda: triton_fused.rms_norm_quantize(x, weight, EPS, t_block=None),
+            5 * size + scales,
+            lambda: (reference.quantize(normed(), (1, 128)),),
+        ),
         Case(
             "swiglu + dual",
             lambda: triton_fused.swiglu_quantize(gate_up),
             6 * size + 2 * scales,
             lambda: reference.quantize_dual(activation()),
+        ),
+        Case(
+            "swiglu + dual, blocks",
+            lambda: triton_fused.swiglu_quantize(gate_up, t_block=(128, 128)),
+            6 * size + scales,
+            lambda: reference.quantize_dual(activation(), t_block=(128, 128)),
+        ),
+        Case(
+            "swiglu + row",
+            lambda: triton_fused.swiglu_quantize(gate_up, t_block=None),
+            5 * size + scales,
+            lambda: (reference.quantize(activation(), (1, 128)),),
         ),
         Case("swiglu", lambda: triton_swiglu.swiglu(gate_up), 6 * size, lambda: (activation(),)),
         # No expectation: torch's exponential has another last bit. tests/gpu bounds the distance.
@@ -138,7 +176,7 @@ def main(argv: list[str]) -> int:
         measured = len(rows_out)
         rows, cols = map(int, shape.split("x"))
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        for case in cases(x) + rival_cases(x):
+        for case in cases(x) + fused_cases(x) + rival_cases(x):
             different = flips(case)
             timing = measure(case.run, args.repeats, batch=BATCH, graph=True)
             rate = case.bytes_moved / (timing.median_ms * 1e-3)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from jetrl_megatron.fp8.quantize import quantize, quantize_dual
+from jetrl_megatron.fp8.quantize import WEIGHT_BLOCK, quantize, quantize_dual
 from jetrl_megatron.fp8.triton_fused import rms_norm_quantize, swiglu_quantize
+from jetrl_megatron.fp8.triton_swiglu import swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(130, 256), (1, 128)]
@@ -29,6 +30,9 @@ def test_norm_codes_are_those_of_the_bf16_norm(shape):
     assert row_wise.same_bytes(expected[0]) and transposed.same_bytes(expected[1])
     alone, nothing, _ = rms_norm_quantize(x, weight, 1e-6, t_block=None)
     assert alone.same_bytes(expected[0]) and nothing is None
+    row_wise, blocks, _ = rms_norm_quantize(x, weight, 1e-6, t_block=WEIGHT_BLOCK)
+    expected = quantize_dual(rms_norm(x, weight, rstd), t_block=WEIGHT_BLOCK)
+    assert row_wise.same_bytes(expected[0]) and blocks.same_bytes(expected[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -42,6 +46,10 @@ def test_swiglu_codes_are_those_of_the_bf16_activation(shape):
         assert (got.data.view(torch.uint8) != want.data.view(torch.uint8)).float().mean() < 1e-3
         assert ((got.dequantize() - want.dequantize()).abs() <= want.dequantize().abs() / 7 + got.scale.max() / 256).all()
     assert swiglu_quantize(gate_up, t_block=None)[0].same_bytes(row_wise)
+    again, blocks = swiglu_quantize(gate_up, t_block=WEIGHT_BLOCK)
+    written = swiglu(gate_up)
+    assert again.same_bytes(row_wise) and blocks.same_bytes(quantize_dual(written, t_block=WEIGHT_BLOCK)[1])
+    assert row_wise.same_bytes(quantize(written, (1, 128))), "the kernel that writes h and the one that quantises it have one silu"
 
 
 def test_zero_tokens_and_what_does_not_fit():
