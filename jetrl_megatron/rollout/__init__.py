@@ -13,7 +13,7 @@ The pool of vLLM servers, from a request to the bytes that answer it:
 - `bucket`: weights in a GPU buffer that two processes see, for CUDA IPC.
 - `vllm_auth`: the key at a server's door.
 - `published`, `fingerprint`: what an engine must hold and where, and how two tensors are compared (`triton_fingerprint`: on a GPU, in one
-  pass).
+  pass over all of them, for which `tiles` cuts them up).
   `vllm_worker`: reads it back inside the engine. `vllm_verify`: compares. `laps`: seconds of the parts of a push.
 - `vllm_plugin`: the actor's norm, and on a CPU its FP8 linear, inside vLLM. `vllm_transfer`: a receiver for vLLM's NCCL route, which writes
   weights where the parameters hold them (`vllm_in_place`).

@@ -3,19 +3,23 @@
 Enters: any contiguous or strided tensor on any device. Leaves: hex text that names its algorithm. `sha256` reads the bytes on the host;
 `mix` runs where the tensor lies: two sums, modulo 2^64, of mixed 8-byte words, each word mixed with its place, so that moved, swapped or
 changed words show. `mix` is no defence against somebody who wants to collide it; it is against faults. `fingerprint` is its definition, in
-torch; `Hashing` does many tensors, on CUDA with one pass each (triton_fingerprint.py), and waits for the device once.
+torch; `Hashing` does many tensors, on CUDA in one pass over all that have gathered (triton_fingerprint.py), and waits for the device once.
 Left out: which rectangles are compared (published.py, vllm_worker.py).
 """
 
 import hashlib
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from jetrl_megatron.rollout.tiles import Place, place_of
+
 Algorithm = Literal["sha256", "mix"]
 _CHUNK_WORDS = 1 << 25
-_FETCHED_TOGETHER = 1024
+_KEPT_BYTES, _WAITING_BYTES = 256 * 2**20, 2 * 2**30
+"""A kernel is queued when so many bytes wait: the first bounds the memory that waiting costs, the second lets the device begin early."""
 _WORD = 1 << 64
 
 
@@ -47,15 +51,17 @@ def fingerprint(tensor: Tensor, algorithm: Algorithm) -> str:
     if algorithm == "sha256":
         return "sha256:" + hashlib.sha256(raw.cpu().numpy()).hexdigest()
     if algorithm == "mix":
-        return _mix_text([_mixed_sum(raw, lane) for lane in LANES])
+        return _mix_texts(torch.tensor([[_signed(_mixed_sum(raw, lane) % _WORD) for lane in LANES]]))[0]
     raise ValueError(f"fingerprint algorithm is {algorithm!r}; it must be sha256 or mix")
 
 
 class Hashing:
     """Fingerprints under way: tensors go in one by one, and all of the text comes out at the end.
 
-    On CUDA `add` queues a kernel on the current stream and keeps the sums, not the tensor, which may be freed at once: its memory is used
-    again behind the kernel. So `add` and `texts` belong to one stream. Elsewhere, and for sha256, `add` does all the work.
+    On CUDA `add` notes where a tensor lies, and many are hashed by one kernel: in `texts`, in `flush`, and in an `add` that finds enough
+    waiting. Until then a tensor is kept from being freed, and its bytes must stay what they are. Behind that the kernel is queued: the
+    caller may write to the tensor or free it on the stream that `add`, `flush` and `texts` were called on, which must be one. Elsewhere,
+    and for sha256, `add` does all the work.
     algorithm: of every tensor; None: what `algorithm_for` says of its device.
     """
 
@@ -63,41 +69,72 @@ class Hashing:
         """Hold nothing yet."""
         self._algorithm = algorithm
         self._done: dict[str, str] = {}
-        self._queued: list[tuple[str, int]] = []
-        """Key and number of bytes of each tensor whose sums lie on a device."""
-        self._sums: list[Tensor] = []
-        """[_FETCHED_TOGETHER, 2] int64 each, in the order of `_queued`."""
-        self._rows: tuple[Tensor, ...] = ()
-        """Of the last of them: cut at once, which costs the host less than one by one."""
+        self._waiting = _Waiting()
+        self._queued: list[tuple[_Waiting, Tensor]] = []
+        """What a kernel was queued for, with its sums, [tensors, 2] int64 on the device."""
 
     def __contains__(self, key: str) -> bool:
         """Tell whether a tensor of that name went in."""
         return key in self._done
 
-    def add(self, key: str, tensor: Tensor) -> None:
-        """Hash a tensor under a name that is new. Raises ValueError for an unknown algorithm."""
+    def add(self, key: str, tensor: Tensor, *, resident: bool = False) -> None:
+        """Hash a tensor under a name that is new. Raises ValueError for an unknown algorithm.
+
+        resident: the tensor's memory is not freed before `texts` whatever happens here, as a parameter's is, so that it costs nothing to
+        let it wait.
+        """
         assert key not in self._done, key
         algorithm = self._algorithm or algorithm_for(tensor.device)
         if algorithm != "mix" or not _has_kernel(tensor):
             self._done[key] = fingerprint(tensor, algorithm)
             return
-        from jetrl_megatron.rollout.triton_fingerprint import add_mixed_sums
-
-        row = len(self._queued) % _FETCHED_TOGETHER
-        if row == 0:
-            self._sums.append(torch.zeros((_FETCHED_TOGETHER, 2), dtype=torch.int64, device=tensor.device))
-            self._rows = self._sums[-1].unbind(0)
-        assert tensor.device == self._sums[-1].device, (tensor.device, self._sums[-1].device)
-        add_mixed_sums(tensor, LANES, self._rows[row])
-        self._queued.append((key, tensor.numel() * tensor.element_size()))
         self._done[key] = ""  # its place in the order
+        place = place_of(tensor)
+        if place is None:
+            tensor, resident = flat_bytes(tensor), False
+            place = tensor.data_ptr(), 1, tensor.nbytes, 0
+        waiting = self._waiting
+        assert not waiting.tensors or tensor.device == waiting.tensors[0].device, (tensor.device, waiting.tensors[0].device)
+        waiting.keys.append(key)
+        waiting.tensors.append(tensor)
+        waiting.places.append(place)
+        num_bytes = place[1] * place[2]
+        waiting.num_bytes += num_bytes
+        waiting.kept_bytes += 0 if resident else num_bytes
+        if waiting.kept_bytes >= _KEPT_BYTES or waiting.num_bytes >= _WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Queue the kernel for all that waits, on the current stream, and let go of it."""
+        waiting, self._waiting = self._waiting, _Waiting()
+        if waiting.keys:
+            from jetrl_megatron.rollout.triton_fingerprint import mixed_sums
+
+            self._queued.append((waiting, mixed_sums(waiting.places, LANES, waiting.tensors[0].device)))
+            waiting.tensors.clear()
 
     def texts(self) -> dict[str, str]:
         """Return key -> fingerprint in the order of `add`; waits for the device."""
-        sums = [pair for block in self._sums for pair in block.tolist()]
-        for (key, num_bytes), pair in zip(self._queued, sums, strict=False):
-            self._done[key] = _mix_text([part + num_bytes for part in pair])
+        self.flush()
+        if self._queued:
+            keys = [key for waiting, _ in self._queued for key in waiting.keys]
+            sizes = [place[1] * place[2] for waiting, _ in self._queued for place in waiting.places]
+            sums = torch.cat([sums for _, sums in self._queued]).cpu() + torch.tensor(sizes)[:, None]
+            self._done.update(zip(keys, _mix_texts(sums), strict=True))
+            self._queued.clear()
         return dict(self._done)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Waiting:
+    """Tensors whose kernel is not queued yet, with what is needed of them behind that."""
+
+    keys: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+    kept_bytes: int = 0
+    """Of tensors that may lie in memory for this alone."""
 
 
 def _has_kernel(tensor: Tensor) -> bool:
@@ -116,8 +153,10 @@ def unsigned_zero(tensor: Tensor) -> Tensor:
     return torch.where(tensor == 0, torch.zeros_like(tensor), tensor)
 
 
-def _mix_text(sums: list[int]) -> str:
-    return "mix:" + "".join(f"{part % _WORD:016x}" for part in sums)
+def _mix_texts(sums: Tensor) -> list[str]:
+    """Return the text of each pair of sums, [n, 2] int64 on the host."""
+    digits = sums.numpy().astype(">i8").tobytes().hex()
+    return ["mix:" + digits[at : at + 32] for at in range(0, len(digits), 32)]
 
 
 def _mixed_sum(raw: Tensor, lane: tuple[int, int, int]) -> int:

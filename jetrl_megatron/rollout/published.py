@@ -192,12 +192,15 @@ class Fingerprints:
             for place in plan.places:
                 self._wanted.setdefault(place.hf, []).append((rank, place))
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Hash the rectangles of one canonical tensor; scales come under their own name, `X.weight_scale_inv`."""
+    def add(self, name: str, tensor: Tensor, *, resident: bool = False) -> None:
+        """Hash the rectangles of one canonical tensor; scales come under their own name, `X.weight_scale_inv`.
+
+        It must stay what it is until `take`. resident: see `Hashing.add`.
+        """
         for rank, place in self._wanted[name]:
             if place.key not in self._hashing:
                 part = rectangle(tensor, place.rows, place.cols)
-                self._hashing.add(place.key, part)
+                self._hashing.add(place.key, part, resident=resident)
                 self._note_negative_zeros(place.key, part)
             self._keys[rank].append(place.key)
 

@@ -128,7 +128,7 @@ class _Loading:
 def _buffers(model: torch.nn.Module) -> dict[str, str]:
     hashing = Hashing()
     for name, buffer in model.named_buffers():
-        hashing.add(name, buffer)
+        hashing.add(name, buffer, resident=True)
     return hashing.texts()
 
 
@@ -150,7 +150,8 @@ class _Reader:
             tensor, unsigned = getattr(self._modules[place.module], place.parameter).detach(), False
         else:
             tensor, unsigned = self._tensor(place.module, place.parameter)
-        self._hashing.add(place.key, rectangle(tensor, place.rows_held, place.cols_held))
+        part = rectangle(tensor, place.rows_held, place.cols_held)
+        self._hashing.add(place.key, part, resident=True)  # on a GPU it is a parameter's; elsewhere nothing waits
         if unsigned:
             self.unsigned_zeros.append(place.key)
 

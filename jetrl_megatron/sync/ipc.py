@@ -3,7 +3,7 @@
 Enters: the stage wires. Leaves: verified servers, and no weights on a disk, as with NCCL. Each rank gathers whole tensors over its TP group
 into a buffer on its GPU; rank 0 collects where all the buffers are and posts that, bucket by bucket, to every server at the same time; each
 worker reads the buffer on its own GPU. There are two buffers: while servers read one bucket the next is filled, and the first before they
-have paused. The one after that waits until every server has read the first. Rank 0 hashes its tensors as they pass, and every server is
+have paused. The one after that waits until every server has read the first. Rank 0 hashes the tensors that pass, and every server is
 held to that. A server that dies leaves the push, and gets its weights by the next one; the rest goes on.
 It needs pp = 1: with stages no rank has everything. Needs CUDA and vLLM 0.26.
 """

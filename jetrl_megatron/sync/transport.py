@@ -53,17 +53,18 @@ class StageRecord:
     def __init__(self, wire: StageWire, engine_tp: int) -> None:
         """Start with nothing seen."""
         self._prints = Fingerprints(wire.arch, engine_tp, wire.fp8, algorithm_for(wire.device), wire.engine_plans)
+        self._resident = wire.resident
         self._names: list[str] = []
 
     def watch(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass a stream on and hash each tensor behind that: none waits for its own hash. The stream must be taken to its end.
 
-        A tensor stays what it is until the next is asked for.
+        Nobody writes to a tensor before `share`: many are hashed together, some as late as there.
         """
         for name, tensor in stream:
             self._names.append(name)
             yield name, tensor
-            self._prints.add(name, tensor)
+            self._prints.add(name, tensor, resident=name in self._resident)
 
     def share(self) -> Share:
         """Wait for the hashes and return what rank 0 needs to know."""

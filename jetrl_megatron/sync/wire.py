@@ -66,6 +66,10 @@ class StageWire:
         self._place, self._plan = mine, plan
         self._targets = [t for t in plan.targets if t.ops[0].source.location in mine]
         self._runs = {t.target.name: runs(t.ops) for t in self._targets}
+        alone = self._group.size() == 1
+        whole = [t.target for t in self._targets if alone and self._runs[t.target.name][0].covers(t.target.rows_cols)]
+        self.resident = frozenset(name for target in whole for name in _names(target))
+        """What `stream` yields where the actor holds it; all else is a copy, made for the stream."""
         self._own = {(mine[s.location][1], s.name): s for s in everything if s.location in mine and mine[s.location][0] == ranks.tp_rank}
         self._modules = {source: self._module(*source) for source in self._own}
         self._buckets = list(self._cut())
@@ -122,13 +126,14 @@ class StageWire:
     def _names_of(self, stage: int) -> list[str]:
         places = {rank_key(stage, t, v) for t in range(self._actor.layout.tp) for v in range(self._actor.layout.vpp)}
         targets = [t.target for t in self._plan.targets if t.ops[0].source.location in places]
-        return [name for t in targets for name in ((t.name, t.scale_name) if t.fp8 else (t.name,))]
+        return [name for target in targets for name in _names(target)]
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Gather bucket after bucket and yield (name, tensor) on receiving ranks; nothing on others, which still take part.
 
-        With one TP rank nothing is gathered, and a tensor that lies in one piece is what the actor holds, not a copy: it may be read alone,
-        and no weight may change before the end. Raises RuntimeError where one had changed after it was quantised.
+        With one TP rank nothing is gathered, and a tensor that lies in one piece is what the actor holds, not a copy (`resident`): it may
+        be read alone, and no weight may change before the end, or before `StageRecord.share` where one watches. Raises RuntimeError where
+        one had changed after it was quantised.
         """
         for targets in self._buckets:
             held = self._held(list(dict.fromkeys(self._source(op) for target in targets for op in target.ops)))
@@ -223,7 +228,7 @@ class StageWire:
         """Return one canonical tensor, and its scales where it is FP8."""
         target = plan.target
         whole = self._runs[target.name][0]
-        if self._group.size() == 1 and whole.covers(target.rows_cols):
+        if target.name in self.resident:
             (data, grid), name = held[0][self._source(whole.first)], target.name
             found = [(name, whole.view(data).reshape(target.shape))]
             if target.fp8:
@@ -241,6 +246,10 @@ class StageWire:
                 assert grid is not None, op.source.name
                 run.copy(scales, grid, scales=True)
         return [(target.name, out.view(target.shape))] + ([] if scales is None else [(target.scale_name, scales)])
+
+
+def _names(target: StoredTensor) -> tuple[str, ...]:
+    return (target.name, target.scale_name) if target.fp8 else (target.name,)
 
 
 def _view(buffer: Tensor, at: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:

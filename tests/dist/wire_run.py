@@ -60,17 +60,31 @@ def stream_all(cases: list[StreamCase]) -> list[dict[str, Any]]:
     out = []
     for hf_dir, tp, pp, row, arm, bucket_bytes in cases:
         wire_module.BUCKET_BYTES = bucket_bytes
-        wire = wire_module.StageWire(build(hf_dir, tp, pp, row, arm))
+        actor = build(hf_dir, tp, pp, row, arm)
+        wire = wire_module.StageWire(actor)
+        memory = held_memory(actor)
         found: dict[str, Any] = {}
         for name, tensor in wire.stream():
+            assert (name in wire.resident) == (tensor.untyped_storage().data_ptr() in memory), name
             raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             assert name not in found
             found[name] = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest())
         assert wire.receives or not found
+        assert bool(wire.resident) == (tp == 1)
         out.append(found)
         mpu.destroy_model_parallel()
     parallel_state.destroy()
     return out
+
+
+def held_memory(actor: Actor) -> set[int]:
+    """Return where the actor's parameters and weight cache lie."""
+    held = [parameter.detach() for chunk in actor.chunks for parameter in chunk.parameters()]
+    for module in (module for chunk in actor.chunks for module in chunk.modules() if hasattr(module, "flow_sides")):
+        cache = module.flow_sides["rollout"].cache
+        for name in () if cache is None else cache.names:
+            held += [cache.get(name).w.data, cache.get(name).w.scale]
+    return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
 def push(hf_dir: str, root: str, tp: int, pp: int) -> list[Any]:

@@ -15,9 +15,10 @@ from conversion.layout import fp8_modules
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import hf_tensors
 from jetrl_megatron.rollout import fingerprint as module
-from jetrl_megatron.rollout import triton_fingerprint
+from jetrl_megatron.rollout import tiles, triton_fingerprint
 from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint
 from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces
+from jetrl_megatron.rollout.tiles import place_of
 from jetrl_megatron.rollout.vllm_worker import _Reader
 from tests.rectangles import DEVICE, by_kernel, matrix, words
 from tests.tiny_models import tiny_config
@@ -47,32 +48,14 @@ def test_any_rectangle_at_any_place_has_the_sums_of_the_definition(kernel, dtype
 def test_no_width_gap_or_address_changes_a_sum(rows, cols, gap, at, dtype):
     flat = matrix(1, rows * (cols + gap) + at, dtype).view(-1)
     part = flat[at:].view(rows, cols + gap)[:, :cols]
-    sums = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    triton_fingerprint.add_mixed_sums(part, module.LANES, sums)
+    sums = triton_fingerprint.mixed_sums([place_of(part)], module.LANES, part.device)
     num_bytes = part.numel() * part.element_size()
-    assert "mix:" + "".join(f"{(s + num_bytes) % 2**64:016x}" for s in sums.tolist()) == fingerprint(part, "mix")
-
-
-def test_what_is_read_at_once_begins_at_a_multiple_of_its_size(monkeypatch):
-    """A CPU reads at any address; a GPU does not."""
-    launched = []
-
-    class Launches:
-        def __getitem__(self, grid):
-            return lambda raw, *rest, UNIT, **options: launched.append((raw.data_ptr(), rest[7], rest[8], UNIT))
-
-    monkeypatch.setattr(triton_fingerprint, "mix_kernel", Launches())
-    base = words(0, 64 * 80).view(64, 80)
-    parts = [base, base[:, 8:24], base[:, 4:20], base[:, 2:18], base[:, 1:17], base[:, :12], base.view(-1)[4:12], base.view(-1)[6:]]
-    for part in parts:
-        triton_fingerprint.add_mixed_sums(part, module.LANES, torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    assert [unit for *_, unit in launched] == [8, 8, 4, 2, 1, 4, 4, 2]
-    assert all(address % unit == row_bytes % unit == stride % unit == 0 for address, row_bytes, stride, unit in launched)
+    assert "mix:" + "".join(f"{(s + num_bytes) % 2**64:016x}" for s in sums[0].tolist()) == fingerprint(part, "mix")
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 1000])
 def test_sums_do_not_depend_on_how_tiles_fall_to_programs(kernel, monkeypatch, programs):
-    monkeypatch.setattr(triton_fingerprint, "PROGRAMS", programs)
+    monkeypatch.setattr(tiles, "PROGRAMS", programs)
     wide, flat = matrix(7, 3 * 8192 + 40, torch.uint8)[:, :-24], words(1, 5 * 8192 + 3)
     narrow = matrix(300, 88, torch.uint8)[:, 8:72]
     assert by_kernel(wide, flat, narrow) == [fingerprint(part, "mix") for part in (wide, flat, narrow)]
@@ -99,21 +82,71 @@ def test_words_that_change_move_or_swap_show(kernel):
     assert len({lane[:16] for lane in lanes}) == len({lane[16:] for lane in lanes}) == len(prints), "each lane sees every change"
 
 
-def test_many_tensors_are_fetched_in_their_order_and_none_is_kept(kernel, monkeypatch):
-    monkeypatch.setattr(module, "_FETCHED_TOGETHER", 3)
+def test_one_launch_does_all_that_are_read_in_one_way(kernel, monkeypatch):
+    """1200 tensors of a byte to 80 KiB, side by side: cut, at odd places, with rows that end within words, and without a byte."""
+    launched, real = [], triton_fingerprint.mix_kernel
+
+    class Launches:
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                launched.append((options["UNIT"], options["WRAPS"], options["COLS"]))
+                real[grid](*arguments, **options)
+
+            return launch
+
+    monkeypatch.setattr(triton_fingerprint, "mix_kernel", Launches())
+    base = matrix(90, 1040)
+    parts = [base[n % 80 :, : 8 * (n % 3)] if n % 50 == 0 else words(n, 1 + 8 * (n % 5)) for n in range(1190)]
+    parts += [base, base[:, 8:72], base[1:40, 3:9], base[:, 4:1000], base.view(-1)[2:30000], base.view(-1)[1:], base.t(), base[5:, 16:]]
+    parts += [matrix(60, 34, torch.bfloat16)[:, 1:30], matrix(9, 7, torch.float32)]
+    assert len(parts) == 1200 and by_kernel(*parts) == [fingerprint(part, "mix") for part in parts]
+    assert len(launched) == len(set(launched)) == 9
+
+
+def test_many_tensors_come_back_in_their_order_and_more_may_follow(kernel, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_BYTES", 300)
     hashing, wanted = Hashing("mix"), {}
     for number in range(8):
         tensor = words(number, 100 + number)
         wanted[str(number)] = fingerprint(tensor, "mix")
         hashing.add(str(number), tensor)
-        held = weakref.ref(tensor)
-        del tensor
-        gc.collect()
-        assert held() is None
-    assert len(hashing._sums) == 3 and "7" in hashing and "8" not in hashing
+    assert "7" in hashing and "8" not in hashing
     assert list(hashing.texts().items()) == list(wanted.items())
     hashing.add("more", words(9, 5))
     assert list(hashing.texts()) == [*wanted, "more"] and hashing.texts()["0"] == wanted["0"]
+    assert hashing.texts()["more"] == fingerprint(words(9, 5), "mix")
+
+
+@pytest.mark.parametrize(
+    ("resident", "most", "num_kept"), [(False, "_KEPT_BYTES", 2), (True, "_WAITING_BYTES", 2), (True, "_KEPT_BYTES", 8)]
+)
+def test_what_the_caller_lets_go_of_is_kept_until_its_kernel_is_queued_and_no_longer(kernel, monkeypatch, resident, most, num_kept):
+    """Three tensors of 4 KiB reach the limit; those that are resident do not count where memory is bounded."""
+    monkeypatch.setattr(module, most, 3 * 4096)
+    hashing, wanted, kept, alive = Hashing("mix"), [], [], []
+    for number in range(8):
+        tensor = words(number, 4096)
+        wanted.append(fingerprint(tensor, "mix"))
+        hashing.add(str(number), tensor, resident=resident)
+        kept.append(weakref.ref(tensor))
+        del tensor
+        gc.collect()
+        alive.append(sum(held() is not None for held in kept))
+    assert alive == [1 + number % (num_kept + 1) if number % 3 != 2 or num_kept == 8 else 0 for number in range(8)]
+    assert list(hashing.texts().values()) == wanted
+    gc.collect()
+    assert all(held() is None for held in kept)
+
+
+def test_a_tensor_may_be_written_to_behind_a_flush(kernel):
+    tensor = words(3, 5000)
+    hashing, wanted = Hashing("mix"), fingerprint(tensor, "mix")
+    hashing.add("before", tensor)
+    hashing.flush()
+    hashing.flush()
+    tensor.zero_()
+    hashing.add("behind", tensor, resident=True)
+    assert hashing.texts() == {"before": wanted, "behind": fingerprint(tensor, "mix")}
 
 
 def test_without_an_algorithm_each_device_has_its_own_and_an_unknown_one_is_refused():
@@ -167,6 +200,14 @@ def engine_of(pieces, tensors):
     return engine
 
 
+def held(engine, places):
+    reader = _Reader(engine, "mix")
+    for place in places:
+        reader.read(place)
+    assert reader.unsigned_zeros == []
+    return reader.held(tied=False)
+
+
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_an_engine_rank_reads_back_what_the_actor_hashed(monkeypatch, precision):
     """The actor by the definition, the worker by the kernel: stacked and cut tensors, vectors and scales have one text on both sides."""
@@ -180,10 +221,14 @@ def test_an_engine_rank_reads_back_what_the_actor_hashed(monkeypatch, precision)
     assert unsigned == {}, "no engine on a GPU loses negative zeros, so that none are looked for"
     monkeypatch.setattr(module, "_has_kernel", lambda tensor: True)
     for pieces, plan, wanted in zip(engine_pieces(arch, 2, fp8), EnginePlans().of(arch, 2, fp8), expected, strict=True):
-        reader = _Reader(engine_of(pieces, tensors), "mix")
-        for place in plan.places:
-            reader.read(place)
-        assert reader.held(tied=False) == wanted and reader.unsigned_zeros == []
+        engine = engine_of(pieces, tensors)
+        assert held(engine, plan.places) == wanted
+        for parameter in engine.parameters():  # to another place, behind which the old one holds something else
+            before, parameter.data = parameter.data, parameter.data.clone()
+            before.view(torch.uint8).fill_(7)
+        assert held(engine, plan.places) == wanted
+        parameter.data.view(torch.uint8).view(-1)[3] ^= 1
+        assert sum(text != wanted[key] for key, text in held(engine, plan.places).items()) == 1
 
 
 def test_a_stale_head_fails_the_embedding_alone():
