@@ -1,8 +1,9 @@
 """`jetrl bench step`: the actor's update step and its reference forward, BF16 against the FP8 flow, in one run on the same random weights.
 
 Enters: a model shape, a layout (run it under torchrun for more than one rank), packed tokens. Leaves: for each arm the milliseconds of
-forward + backward, optimizer, quantisation and the log-prob forward, the peak memory, and where the device time of one step went by
-kind of kernel. Invariant: every arm runs the same Megatron model, schedule and optimizer; only the precision of the linears differs.
+forward + backward, optimizer, quantisation and the log-prob forward, the peak memory, what the forward of one micro-batch leaves to its
+backward (logits among it), and where the device time of one step went by kind of kernel. Invariant: every arm runs the same Megatron model,
+schedule and optimizer; only the precision of the linears differs.
 Weights are random, so nothing is learned here. Left out: rollout, rewards and weight sync.
 """
 
@@ -13,25 +14,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
-from conversion.architecture import ModelArchitecture
 from jetrl_megatron.actor import parallel_state
-from jetrl_megatron.actor.actor import randomize_parameters
 from jetrl_megatron.actor.device import local_device, megatron_scope
-from jetrl_megatron.actor.model import build_chunks, model_layout, transformer_config
-from jetrl_megatron.actor.optimizer import ActorOptimizer, wrap_chunks
-from jetrl_megatron.actor.pipeline_step import PipelineStep
-from jetrl_megatron.actor.sides import FlowSides
-from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
+from jetrl_megatron.bench.shapes import MODELS
+from jetrl_megatron.bench.timed_actor import StepCase, TimedActor, architecture, random_batch
 from jetrl_megatron.bench.timing import machine, positive, print_table, require_cuda, write_json
-from jetrl_megatron.config import Backend, OptimConfig, ParallelConfig, PrecisionConfig, Recompute
+from jetrl_megatron.config import ParallelConfig, PrecisionConfig, Recompute
 from jetrl_megatron.contracts import TrainBatch
-from jetrl_megatron.fp8 import resolve_backend
 
 LONGEST = 30
 """Kernels that the JSON record names one by one."""
@@ -45,100 +40,16 @@ KINDS = (
     ("optimizer", r"multi_tensor|foreach|adam"),
 )
 """Kinds of kernel by name, first match wins; what matches none is elementwise work and copies. `quantise` is every Triton kernel of
-`jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose, and the tile kernel that goes
-from the gradient behind SwiGLU to fc1's FP8 operands. `swiglu` is SwiGLU and its gradient in BF16."""
+`jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose, with a norm or SwiGLU in front
+where that writes no BF16, and the tile kernel that goes from the gradient behind SwiGLU to fc1's FP8 operands. `norm` is the norm that
+writes BF16, the statistics of one that does not, and the backward; `swiglu` is SwiGLU and its gradient in BF16."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepCase:
-    """What is timed."""
-
-    arch: ModelArchitecture
-    parallel: ParallelConfig
-    tokens: int
-    seqs: int
-    micro_batches: int
-    repeats: int
-
-
-def architecture(name: str, layers: int) -> ModelArchitecture:
-    """Return the architecture of a named shape with `layers` layers."""
-    shape = MODELS[name]
-    return ModelArchitecture(
-        family="qwen3",
-        num_layers=layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
-        vocab_size=VOCAB,
-        max_positions=MAX_POSITIONS,
-        rms_eps=1e-6,
-        rope_theta=1e6,
-        rope_scaling=None,
-        qkv_bias=False,
-        qk_norm=True,
-        tie_embeddings=False,
-    )
-
-
-def random_batch(case: StepCase, device: torch.device, seed: int) -> TrainBatch:
-    """Return one packed micro-batch of equal sequences, the second half of each a response."""
-    generator = torch.Generator().manual_seed(seed)
-    total, each = case.tokens, case.tokens // case.seqs
-    tokens = torch.randint(0, case.arch.vocab_size, (total,), generator=generator)
-    positions = torch.arange(total) % each
-    mask = (positions >= each // 2).float() * (positions < each - 1)
-    on_device: dict[str, torch.Tensor] = {
-        "tokens_T": tokens,
-        "positions_T": positions,
-        "labels_T": tokens.roll(-1),
-        "loss_mask_T": mask,
-        "loss_weight_T": mask / mask.sum(),
-        "advantages_T": torch.randn(total, generator=generator),
-        "rollout_logprobs_T": torch.zeros(total),
-    }
-    bounds = torch.arange(0, total + 1, each, dtype=torch.int32)
-    moved: dict[str, Any] = {name: value.to(device) for name, value in on_device.items()}
-    return TrainBatch(**moved, cu_seqlens_S=bounds, num_real_toks=total)
-
-
-class TimedActor:
-    """Model, optimizer and caches of one arm with random weights.
-
-    Args:
-        case: what is timed. precision: the arm. ranks: this process's place. device: where it runs.
-    """
-
-    def __init__(self, case: StepCase, precision: PrecisionConfig, ranks: parallel_state.Ranks, device: torch.device) -> None:
-        """Build and initialise; every arm has the same weights."""
-        config = transformer_config(case.arch, case.parallel, precision, device, deterministic=False)
-        layout = model_layout(case.parallel, precision.row_parallel)
-        chunks = build_chunks(case.arch, config, layout, ranks, trainable=True)
-        for chunk in chunks:
-            randomize_parameters(chunk)
-        self.wrapped = wrap_chunks(config, chunks)
-        self.optimizer = ActorOptimizer(OptimConfig(lr=1e-6), self.wrapped, 1000)
-        backend = resolve_backend(Backend.auto, device)
-        self.sides = FlowSides(chunks, arch=case.arch, layout=layout, precision=precision, backend=backend, pp_rank=ranks.pp_rank)
-        self.sides.refresh()
-        self.steps = PipelineStep(self.wrapped, case.arch.vocab_size, 1.0)
-
-    def gradients(self, batches: list[TrainBatch]) -> None:
-        """Run forward and backward of all micro-batches, with the gradient reduction."""
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.steps.train(batches, _loss)
-
-    def update(self) -> None:
-        """Clip, step, write BF16 parameters."""
-        self.sides.invalidate()
-        self.optimizer.step()
-
-
-def _loss(logp: torch.Tensor, entropy: torch.Tensor, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return -(logp * batch.advantages_T * batch.loss_weight_T).sum(), {}
+def _saved_bytes(actor: TimedActor, batch: TrainBatch) -> int:
+    """Bytes that the forward of one micro-batch leaves to its backward; with pipeline stages, of the stages that this rank has."""
+    before = torch.cuda.memory_allocated()
+    actor.gradients([batch])
+    return max(0, actor.allocated_in_loss - before)
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -172,10 +83,19 @@ def _time_built(case: StepCase, actor: TimedActor, device: torch.device) -> dict
     medians = {name: statistics.median(row[name] for row in rows[2:]) for name in runs}
     spread = {f"{name}_spread": max(row[name] for row in rows[2:]) - min(row[name] for row in rows[2:]) for name in runs}
     peak = torch.cuda.max_memory_allocated() / 2**30
+    saved = _saved_bytes(actor, batches[0]) / 2**30
     kernels = _kernel_times(actor, batches)
     update = sum(medians[name] for name in ("forward_backward_ms", "optimizer_ms", "quantise_weights_ms"))
     longest = dict(list(kernels.items())[:LONGEST])
-    return {"update_ms": update, **medians, **spread, "peak_gib": peak, "kernel_ms": _by_kind(kernels), "longest_kernels_ms": longest}
+    return {
+        "update_ms": update,
+        **medians,
+        **spread,
+        "peak_gib": peak,
+        "saved_gib": saved,
+        "kernel_ms": _by_kind(kernels),
+        "longest_kernels_ms": longest,
+    }
 
 
 def _kernel_times(actor: TimedActor, batches: list[TrainBatch]) -> dict[str, float]:
@@ -234,6 +154,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument(
+        "--no-optimizer", action="store_true", help="leave it out: its state has no room, update_ms is the rest of an update"
+    )
+    parser.add_argument(
         "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=groups, ..."
     )
     parser.add_argument("--json", default="", metavar="FILE")
@@ -252,6 +175,7 @@ def main(argv: list[str]) -> int:
         seqs=args.seqs,
         micro_batches=args.micro_batches,
         repeats=args.repeats,
+        optimizer=not args.no_optimizer,
     )
     asked = {key: value for key, value in vars(args).items() if key != "json"}
     records: list[dict[str, object]] = []
@@ -282,6 +206,7 @@ def _report(records: list[dict[str, Any]]) -> None:
         "logprob_forward_ms",
         "x logprob",
         "peak_gib",
+        "saved_gib",
     )
     for r in records:
         numbers = {name: round(r[name], 2) for name in columns if name in r and name != "arm"}

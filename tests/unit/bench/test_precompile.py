@@ -9,7 +9,7 @@ import torch
 from conversion.layout import fp8_modules
 from jetrl_megatron.bench import precompile, rollout
 from jetrl_megatron.bench.shapes import MODELS
-from jetrl_megatron.bench.step import architecture
+from jetrl_megatron.bench.timed_actor import architecture
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.load import load_recipe
 
