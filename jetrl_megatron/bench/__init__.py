@@ -1,9 +1,9 @@
 """Timings against BF16 and, for kernels and linears, against other libraries, in one run, each checked first where there is a reference.
 
 Files: timing.py (how a number is measured, and on what machine) <- shapes.py (which layers) <- rivals.py (torchao, Transformer Engine
-and vLLM's quantiser, where installed) and timed_actor.py (a model and its batches) <- quant.py, linear.py, step.py (one command each); engine_arms.py (a recipe with a vLLM pool, arm
-after arm), precompile.py (a server's kernels, before they are timed) <- rollout.py, sync.py <- __main__.py (`python -m
-jetrl_megatron.bench NAME`).
+and vLLM's quantiser, where installed) and timed_actor.py (a model and its batches) <- quant.py, linear.py, step.py (one command each);
+engine_arms.py (a recipe with a vLLM pool, arm after arm), precompile.py (a server's kernels, before they are timed) <- rollout.py, sync.py
+<- __main__.py (`python -m jetrl_megatron.bench NAME`).
 Every command has `main(argv)`, returns an exit code (1 where a check fails), prints a table, and with `--json FILE` appends one JSON
 object a line.
 """
