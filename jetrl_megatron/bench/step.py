@@ -40,9 +40,9 @@ KINDS = (
     ("optimizer", r"multi_tensor|foreach|adam"),
 )
 """Kinds of kernel by name, first match wins; what matches none is elementwise work and copies. `quantise` is every Triton kernel of
-`jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose, with a norm or SwiGLU in
-front where that writes no BF16, and the tile kernel that goes from the gradient behind SwiGLU to fc1's FP8 operands. `norm` is the norm that
-writes BF16, the statistics of one that does not, and the backward; `swiglu` is SwiGLU and its gradient in BF16."""
+`jetrl_megatron.fp8` that reads or writes FP8, or adds dW into main_grad: the quantisers with their transpose, a norm or SwiGLU in front of
+them where that writes no BF16, and the tile kernel from the gradient behind SwiGLU to fc1's FP8 operands. `norm` is the norm that writes
+BF16, the statistics of one that does not, and the backward; `swiglu` is SwiGLU and its gradient in BF16."""
 
 
 def _saved_bytes(actor: TimedActor, batch: TrainBatch) -> int:
