@@ -43,8 +43,8 @@ def tile_kernel(
 ):  # fmt: skip
     """One 128x128 tile: read once, written row-wise, transposed, or both. ACROSS: the tiles of neighbours lie in one row of tiles.
 
-    Row-wise output comes first. Magnitudes that served the columns before it would be kept for the rows, in registers, and only two
-    programs would fit on a multiprocessor instead of three.
+    All that is taken of the magnitudes comes before the first store, which would hold up the loads behind it, and that of the rows before
+    that of the columns: the other way round magnitudes stay in registers, and two programs fit on a multiprocessor instead of three.
     """
     block_r, block_c, row_blocks = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(0).to(tl.int64)
     if ACROSS:
@@ -63,10 +63,15 @@ def tile_kernel(
     )
     row_codes_ptr += first_r * cols + first_c
     if ROW == 1:
-        row_scale_ptr += block_c * row_scale_stride_c + first_r
-        _store_row_groups(a0, b0, a1, b1, a2, b2, a3, b3, row_codes_ptr, row_scale_ptr, rows_left, cols_left, cols, EVEN, F)
+        bits0, bits1 = row_amax_bits(a0, b0, F), row_amax_bits(a1, b1, F)
+        bits2, bits3 = row_amax_bits(a2, b2, F), row_amax_bits(a3, b3, F)
     if ROW == 2 or T != 0:
         even, odd = column_amax_bits(a0, b0, a1, b1, a2, b2, a3, b3, F)
+    if ROW == 1:
+        s0, s1, s2, s3 = group_scale(bits0, F), group_scale(bits1, F), group_scale(bits2, F), group_scale(bits3, F)
+        row_scale_ptr += block_c * row_scale_stride_c + first_r
+        _store_row_groups(a0, b0, a1, b1, a2, b2, a3, b3, s0, s1, s2, s3, row_codes_ptr, row_scale_ptr, rows_left, cols_left, cols, EVEN, F)
+    if ROW == 2 or T != 0:
         if ROW == 2 or T == 2:
             block_bits = tl.max(tl.maximum(even, odd), 0)
             block_scale = group_scale(block_bits, F)
@@ -92,12 +97,10 @@ def tile_kernel(
 
 @triton.jit
 def _store_row_groups(
-    a0, b0, a1, b1, a2, b2, a3, b3, codes_ptr, scale_ptr, rows_left, cols_left, cols, EVEN: tl.constexpr, F: tl.constexpr
-):
+    a0, b0, a1, b1, a2, b2, a3, b3, scale0, scale1, scale2, scale3, codes_ptr, scale_ptr, rows_left, cols_left, cols,
+    EVEN: tl.constexpr, F: tl.constexpr,
+):  # fmt: skip
     """Quantise a tile's rows, each by its own scale; all scales in one store: each one passes two barriers."""
-    bits0, bits1 = row_amax_bits(a0, b0, F), row_amax_bits(a1, b1, F)
-    bits2, bits3 = row_amax_bits(a2, b2, F), row_amax_bits(a3, b3, F)
-    scale0, scale1, scale2, scale3 = group_scale(bits0, F), group_scale(bits1, F), group_scale(bits2, F), group_scale(bits3, F)
     r, p = 4 * tl.arange(0, 32), tl.arange(0, 64)
     high, low = inverse(scale0[:, None], F)
     _store_codes(a0, b0, high, low, codes_ptr, r, p, rows_left, cols_left, cols, EVEN, F)
