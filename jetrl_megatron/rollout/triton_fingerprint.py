@@ -53,14 +53,14 @@ def mix_kernel(
 
     UNIT: bytes that are read at once, a divisor of every address. WRAPS: a rectangle is one row, made of rows that end within words.
     """
-    tile = tl.program_id(0) * turns
+    program = tl.program_id(0).to(tl.int64)
+    tile = (program * turns).to(tl.int32)  # of all tiles, which are counted in 32 bits (tiles.py); bytes and words are in 64
     end = tl.minimum(tile + turns, tiles)
-    entry_ptr = table_ptr + entries_at + tl.load(table_ptr + starts_at + tl.program_id(0)) * FIELDS
+    entry_ptr = table_ptr + entries_at + tl.load(table_ptr + starts_at + program) * FIELDS
     height: tl.constexpr = SIZE // COLS
     i = tl.arange(0, SIZE)
     r, c = i // COLS, i % COLS
     while tile < end:
-        # Tiles are counted in 32 bits (tiles.py), bytes and words in 64.
         tiles_to, first = tl.load(entry_ptr + 2).to(tl.int32), tl.load(entry_ptr + 3).to(tl.int32)
         per_row = tl.load(entry_ptr + 4).to(tl.int32)
         address, rows, extent = tl.load(entry_ptr), tl.load(entry_ptr + 5), tl.load(entry_ptr + 6)
