@@ -4,10 +4,10 @@
 
 Enters: [T/TP, 1, H] (sequence parallel) or [T, 1, H] BF16. Leaves: the same shape. The numbers of SwiGLU are fp8/swiglu.py's, the
 communication of tensor and sequence parallelism is that of the two linears, parameters and their names are those of Megatron's MLP.
-Between fc1 and fc2 nothing is written but [gate | up]: SwiGLU belongs to fc1's autograd function, which gives the FP8 operands of fc2 where
-fc2 has an `input_format`, and whose backward writes those of fc1's own GEMMs (fp8/linear.py). Without gradients (rollout, reference
-log-probs, the first forward of recompute) nothing is kept; where fc2 wants BF16 then, the three steps run one by one, and hooks on the
-linears see [gate | up] behind fc1 and the product in front of fc2. The bits are the same in every case.
+SwiGLU belongs to fc1's autograd function, whose backward writes the operands of fc1's own GEMMs (fp8/linear.py). Where fc1 is FP8 and fc2
+has an `input_format`, it gives the FP8 operands of fc2; the GPU backend then does not write the product in BF16. Without gradients
+(rollout, reference log-probs, the first forward of recompute) nothing is kept; where fc2 wants BF16 then, the three steps run one by one,
+and hooks on the linears see [gate | up] behind fc1 and the product in front of fc2. The bits are the same in every case.
 Left out: biases, experts, other activations: no family of this project has one.
 """
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from jetrl_megatron.actor.device import accumulate_dtype
+from jetrl_megatron.config import Backend
 from jetrl_megatron.fp8 import InputFormat, QuantizedInput
 from jetrl_megatron.fp8.quantized_input import Operands, stand_in
 
@@ -65,8 +66,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_quantized(x_TH: Tensor, weight: Tensor, eps: float, form: InputFormat) -> QuantizedInput:
-    """Return `rms_norm` of x [T, H] as the input of a linear, with its gradient; on CUDA without a BF16 copy in memory."""
-    if x_TH.is_cuda:
+    """Return `rms_norm` of x [T, H] as the input of a linear, with its gradient.
+
+    form: that linear's `input_format`; the quantisers of its backend run, those of `deepgemm` without a BF16 copy in memory.
+    """
+    if form.backend is Backend.deepgemm:
         return _triton_quantized(x_TH, weight, eps, form)
     return QuantizedInput.of(rms_norm(x_TH, weight, eps), form)
 

@@ -7,7 +7,8 @@ quantised.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,27 +125,23 @@ class FlowSides:
         for cache in self._caches.values():
             cache.refresh()
 
-    @contextmanager
-    def in_bf16_steps(self) -> Iterator[None]:
+    def in_bf16_steps(self) -> AbstractContextManager[None]:
         """Let what stands in front of a linear write BF16 in the enclosed forwards, so that hooks see it; the bits stay the same."""
-        linears = [m for chunk in self._chunks for m in chunk.modules() if isinstance(m, FlowLinear)]
-        for m in linears:
-            m.wants_bf16 = True
-        try:
-            yield
-        finally:
-            for m in linears:
-                m.wants_bf16 = False
+        return self._with("wants_bf16", True)
+
+    def use(self, side: Side) -> AbstractContextManager[None]:
+        """Run the enclosed forwards on one side; the former side returns afterwards."""
+        return self._with("flow_side", side)
 
     @contextmanager
-    def use(self, side: Side) -> Iterator[None]:
-        """Run the enclosed forwards on one side; the former side returns afterwards."""
+    def _with(self, attribute: str, value: Any) -> Iterator[None]:
+        """Set an attribute of every linear; the former values return afterwards."""
         linears = [m for chunk in self._chunks for m in chunk.modules() if isinstance(m, FlowLinear)]
-        before = [m.flow_side for m in linears]
+        before = [getattr(m, attribute) for m in linears]
         for m in linears:
-            m.flow_side = side
+            setattr(m, attribute, value)
         try:
             yield
         finally:
             for m, old in zip(linears, before, strict=True):
-                m.flow_side = old
+                setattr(m, attribute, old)

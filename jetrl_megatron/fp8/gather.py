@@ -18,6 +18,9 @@ and the quantiser's reads and writes among them). BF16: the whole X is gathered 
 | T, with gradients | 2 | 1 + 1 | 6 | 4 + 4/TP |
 | either, recompute=full | 2 + 2 | 1 + 1 + 1 | | |
 
+Where X comes quantised (quantized_input.py), as behind a norm or SwiGLU, the quantiser's read is spared, 2/TP of the FP8 columns, and so is
+the write of X in front of it, which no column counts.
+
 So FP8 is gathered in training too, along either axis: as many bytes (fewer with recompute), no more passes, and 1/TP of the memory between
 forward and backward, for one launch more.
 Layout: a gather leaves the parts one behind the other. Codes cut along their rows are whole then; codes cut along their columns take one

@@ -160,6 +160,8 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, half, x_stride, aux
             rstd = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
             weight_a, weight_b = read_pair(weight_ptr, 0, p[None, :], p[None, :] >= 0, cols, F, EVEN)
             a, b = join_pair(a * rstd * weight_a, b * rstd * weight_b, F)
+            if not EVEN:  # 0 times a negative weight is -0
+                a, b = tl.where(in_rows, a, 0), tl.where(in_rows, b, 0)
         elif KIND == 3:
             up_a, up_b = read_pair(x_ptr + half, offset, p[None, :], in_rows, cols, F, EVEN)
             gate_a, gate_b = rounded_silu(a, b, F)

@@ -94,6 +94,18 @@ def test_what_passes_from_the_norms_and_from_swiglu_is_fp8_where_the_linear_behi
         assert found == {"qkv": fp8, "fc1": fp8 and name != "bf16 fc1 only", "fc2": fp8 and name != "bf16 fc1 only"}, "no gradients"
 
 
+def test_steps_in_bf16_within_such_steps_leave_them_so(one_layer_dir):
+    with single_rank_actor(one_layer_dir, ARMS["jetrl"]) as actor:
+        found = []
+        mlp_of(actor).linear_fc2.register_forward_pre_hook(lambda m, args: found.append(isinstance(args[0], QuantizedInput)))
+        with actor.sides.in_bf16_steps():
+            with actor.sides.in_bf16_steps():
+                actor.logprobs(few_batches(actor))
+            actor.logprobs(few_batches(actor))
+        actor.logprobs(few_batches(actor))
+        assert found == [False, False, True]
+
+
 def test_recompute_wants_no_columns_in_its_first_forward(one_layer_dir):
     for recompute, columns in ((Recompute.none, [True]), (Recompute.full, [False, True])):
         with single_rank_actor(one_layer_dir, ARMS["jetrl"], ParallelConfig(recompute=recompute)) as actor:

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl_megatron.actor.norm import RMSNorm
+from jetrl_megatron.actor.norm import RMSNorm, rms_norm_quantized
+from jetrl_megatron.config import Backend
+from jetrl_megatron.fp8 import GemmPrecision, input_format
+from jetrl_megatron.fp8.quantize import WEIGHT_BLOCK, quantize_dual
 
 ROWS, WIDTH, EPS = 64, 256, 1e-5
 BF16 = torch.bfloat16
@@ -59,3 +62,18 @@ def test_the_gradient_is_that_of_float64_rounded_once(norm: RMSNorm) -> None:
     dx = rstd64 * (weighted - unit * (weighted * unit).mean(-1, keepdim=True))
     assert torch.equal(x.grad, dx.bfloat16())
     assert torch.equal(norm.weight.grad, (dy.double() * unit).sum(0).bfloat16())
+
+
+@pytest.mark.parametrize("backend", [Backend.reference, Backend.deepgemm])
+def test_the_backend_of_the_linear_quantises_on_a_gpu_too(norm: RMSNorm, monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """`reference` is for GPUs that have no FP8 as well, where Triton's quantisers do not compile."""
+    fused, calls = pytest.importorskip("jetrl_megatron.fp8.triton_fused"), []
+    real = fused.rms_norm_quantize
+    monkeypatch.setattr(fused, "rms_norm_quantize", lambda *args, **options: calls.append(backend) or real(*args, **options))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = rows(2).repeat(2, 1)
+    form = input_format(GemmPrecision(), backend, for_wgrad=True)
+    row_wise, transposed = rms_norm_quantized(x, norm.weight, EPS, form).operands
+    assert calls == [Backend.deepgemm] * (backend is Backend.deepgemm)
+    want = quantize_dual(norm(x), t_block=WEIGHT_BLOCK)
+    assert row_wise.same_bytes(want[0]) and transposed.same_bytes(want[1])

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from jetrl_megatron.fp8.quantize import WEIGHT_BLOCK, quantize, quantize_dual
+from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK, quantize, quantize_dual
 from jetrl_megatron.fp8.triton_fused import rms_norm_quantize, swiglu_quantize
 from jetrl_megatron.fp8.triton_swiglu import swiglu
 
@@ -50,6 +50,16 @@ def test_swiglu_codes_are_those_of_the_bf16_activation(shape):
     written = swiglu(gate_up)
     assert again.same_bytes(row_wise) and blocks.same_bytes(quantize_dual(written, t_block=WEIGHT_BLOCK)[1])
     assert row_wise.same_bytes(quantize(written, (1, 128))), "the kernel that writes h and the one that quantises it have one silu"
+
+
+@pytest.mark.parametrize("cols", [256, 129])
+@pytest.mark.parametrize("t_block", [ROW_BLOCK, WEIGHT_BLOCK])
+def test_tokens_that_fill_a_group_up_are_plus_zero_under_a_negative_weight_too(cols, t_block):
+    x, weight = torch.randn(130, cols).bfloat16().to(DEVICE), -torch.ones(cols).bfloat16().to(DEVICE)
+    row_wise, transposed, rstd = rms_norm_quantize(x, weight, 1e-6, t_block=t_block)
+    expected = quantize_dual(rms_norm(x, weight, rstd), t_block=t_block)
+    assert row_wise.same_bytes(expected[0]) and transposed.same_bytes(expected[1])
+    assert transposed.data[:, 130:].view(torch.uint8).count_nonzero() == 0
 
 
 def test_zero_tokens_and_what_does_not_fit():
