@@ -103,8 +103,8 @@ def sleep_arguments(on_cuda: bool) -> list[str]:
     Read in both versions: `/sleep?level=2` pauses the scheduler and forgets prefixes, then each worker unmaps what was allocated for
     weights and KV cache and keeps the addresses, so that captured graphs stay valid; the model's registered buffers (rope tables) are
     copied to the host and back at the wake-up. `/wake_up?tags=weights` maps memory without content, `tags=kv_cache` the rest and resumes
-    scheduling. The CPU worker answers the same calls, the scheduler's state changes alike and nothing is released; the switch itself it
-    refuses.
+    scheduling. `/sleep?level=0` pauses the scheduler alone, `/wake_up?tags=scheduling` resumes it. The CPU worker answers the same calls,
+    the scheduler's state changes alike and nothing is released; the switch itself it refuses.
     """
     return ["--enable-sleep-mode"] if on_cuda else []
 

@@ -103,12 +103,15 @@ class EngineClient:
         return True
 
     def pause(self, timeout_s: float) -> None:
-        """Let running requests end and admit no more until `resume`."""
-        self._call("POST", "/pause?" + urlencode({"mode": "wait"}), None, timeout_s)
+        """Let running requests end and admit no more until `resume`; no memory is released.
+
+        vLLM's `/pause` makes the same call of the scheduler and then sleeps for 20 ms.
+        """
+        self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": "wait"}), None, timeout_s)
 
     def resume(self, timeout_s: float = 30.0) -> None:
         """Admit requests again."""
-        self._call("POST", "/resume", None, timeout_s)
+        self._call("POST", "/wake_up?" + urlencode({"tags": "scheduling"}), None, timeout_s)
 
     def sleep(self, timeout_s: float) -> None:
         """Give up requests that nobody waits for, admit no more, and release weights and KV cache (see compat.sleep_arguments)."""
