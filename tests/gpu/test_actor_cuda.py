@@ -60,9 +60,11 @@ WIDE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
     ("num_ranks", "changes", "layouts"),
     [
         (2, {}, {"tp2": ParallelConfig(tp=2), "pp2": ParallelConfig(pp=2), "dp2": ParallelConfig()}),
-        (4, WIDE, {"tp4": ParallelConfig(tp=4), "tp2pp2": ParallelConfig(tp=2, pp=2), "tp2dp2": ParallelConfig(tp=2)}),
+        (4, WIDE, {"tp4": ParallelConfig(tp=4)}),
+        (4, WIDE, {"tp2pp2": ParallelConfig(tp=2, pp=2)}),
+        (4, WIDE, {"tp2dp2": ParallelConfig(tp=2)}),
     ],
-    ids=["two", "four"],
+    ids=["two", "four-tp4", "four-tp2pp2", "four-tp2dp2"],
 )
 def test_ranks_against_one(tmp_path: Path, num_ranks: int, changes: dict[str, int], layouts: dict[str, ParallelConfig]) -> None:
     """Over NCCL; where there are fewer GPUs, all ranks share the first."""
