@@ -161,7 +161,7 @@ def _activated(y_TN: torch.Tensor, flow: _Flow) -> tuple[torch.Tensor, Operands 
     if flow.h_format is None:
         return flow.kernels.swiglu(y_TN), None
     form = flow.h_format
-    operands = flow.kernels.swiglu_quantize(y_TN, scale_format=form.scale_format, t_block=form.t_block)
+    operands = kernels_of(form.backend).swiglu_quantize(y_TN, scale_format=form.scale_format, t_block=form.t_block)
     return stand_in(operands[0].shape, y_TN.device), operands
 
 

@@ -63,6 +63,10 @@ class QuantizedInput:
     graph_TK: torch.Tensor
     """The stand-in."""
 
+    def __post_init__(self) -> None:
+        """Hold the operands and the stand-in to one shape."""
+        assert self.operands[0].shape == tuple(self.graph_TK.shape), (self.operands[0].shape, self.graph_TK.shape)
+
     @classmethod
     def of(cls, x_TK: torch.Tensor, form: InputFormat) -> "QuantizedInput":
         """Quantise x [T, K] bfloat16; gradients flow to it."""
