@@ -167,9 +167,11 @@ class PromptFormat(Enum):
 
 
 class Recompute(Enum):
-    """Activation recompute: none, or whole layers. The core attention always computes its probabilities again."""
+    """What the backward makes again: nothing, fc1's output (gate and up, the largest activation) from the quantised copy of fc1's input, or
+    whole layers. The core attention always computes its probabilities again."""
 
     none = "none"
+    fc1 = "fc1"
     full = "full"
 
 

@@ -78,6 +78,7 @@ class FlowLinear:
     flow_sides: dict[str, SideFlow]
     flow_side: Side = "train"
     tp_group: Any
+    config: Any
     row_order: Tensor | None = None
     wants_bf16: bool = False
     """Set by whoever looks at what passes between a layer's steps: its `input_format` is None, so that hooks see X in BF16."""
@@ -111,13 +112,14 @@ class FlowLinear:
         """Multiply the input by the local weight [N, K], with what ranks exchange around it.
 
         x: what this rank holds of X, [T/TP, 1, K], [T, 1, K/TP] or [T, 1, K] BF16, or that quantised. h_format: see `forward`.
+        Behind SwiGLU [gate | up] is kept for the backward or, with parallel.recompute=fc1, made again there.
         Returns [T, 1, N] BF16, or behind SwiGLU [T, 1, N/2] or, with `h_format`, that quantised if the linear is FP8.
         """
-        flow, exchange, weight = self.flow, self.exchange, self.weight
+        flow, exchange, weight, recompute = self.flow, self.exchange, self.weight, self.config.flow_recompute_fc1
         if flow.precision.linear is LinearPrecision.bf16:
             assert isinstance(x, Tensor), f"{self.flow_name} reads BF16: its input_format is None"
             if swiglu:
-                return bf16_linear_swiglu(x.squeeze(1), weight, flow.backend, exchange).unsqueeze(1)
+                return bf16_linear_swiglu(x.squeeze(1), weight, flow.backend, exchange, recompute=recompute).unsqueeze(1)
             return bf16_linear(x.squeeze(1), weight, exchange=exchange).unsqueeze(1)
         operand = x.squeeze(1) if isinstance(x, Tensor) else x
         if isinstance(operand, Tensor) and exchange.axis is not None:
@@ -127,9 +129,10 @@ class FlowLinear:
         assert flow.cache is not None, self.flow_name
         arguments = weight, flow.cache.get(self.flow_name), flow.precision, flow.backend, self.row_order, exchange
         if h_format is not None:
-            return fp8_linear_swiglu_quantized(operand, *arguments, h_format=h_format)
-        linear = fp8_linear_swiglu if swiglu else fp8_linear
-        return linear(operand, *arguments).unsqueeze(1)
+            return fp8_linear_swiglu_quantized(operand, *arguments, h_format=h_format, recompute=recompute)
+        if swiglu:
+            return fp8_linear_swiglu(operand, *arguments, recompute=recompute).unsqueeze(1)
+        return fp8_linear(operand, *arguments).unsqueeze(1)
 
     def _gathered_in_bf16(self, x_TK: Tensor, axis: int) -> Tensor:
         """X [T, K] from this rank's part; its gradient is reduce-scattered."""

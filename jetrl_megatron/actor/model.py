@@ -33,6 +33,7 @@ class FlowTransformerConfig(TransformerConfig):
     flow_device: Any = None
     """Where parameters are allocated."""
     flow_row_parallel: RowParallel = RowParallel.k_complete
+    flow_recompute_fc1: bool = False
     flow_rope: RopeTable | None = None
     """One table for all layers."""
     flow_attention: AttentionKernel = AttentionKernel.reference
@@ -124,6 +125,7 @@ def transformer_config(
         finalize_model_grads_func=reduce_gradients,
         flow_device=device,
         flow_row_parallel=precision.row_parallel,
+        flow_recompute_fc1=parallel.recompute is Recompute.fc1,
         flow_attention=attention,
         flow_attention_backward=resolve_backward(precision.attention_backward, attention, arch.head_dim, deterministic=deterministic),
         flow_rope=RopeTable(inverse_frequencies(arch.head_dim, arch.rope_theta, arch.rope_scaling), device, torch.bfloat16),

@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--micro-batches", type=positive, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--recompute", choices=["none", "full"], default="none")
+    parser.add_argument("--recompute", choices=[kind.value for kind in Recompute], default="none")
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument(
         "--no-optimizer", action="store_true", help="leave it out: its state has no room, update_ms is the rest of an update"

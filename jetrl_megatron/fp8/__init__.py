@@ -5,7 +5,8 @@ block_scaled.py (codes + scales as one value) <- quantize.py (the definition of 
 <- gemm_reference.py (the definition of the GEMMs) <- precision.py (switches of one side) <- backend.py (who runs it, which kernel a
 shape gets) <- weight_cache.py (once per optimizer step) <- main_grad.py (where a weight's gradient goes) <- words.py (copies as
 words) <- gather.py (FP8 matrices cut over ranks) <- exchange.py (what ranks exchange around a linear) <- quantized_input.py (X in FP8
-alone) <- linear_bf16.py (BF16 autograd and GEMMs) <- linear.py (FP8 autograd).
+alone) <- linear_bf16.py (BF16 autograd and GEMMs) <- backward_operands.py (what an FP8 backward multiplies) <-
+linear.py (FP8 autograd).
 triton_*.py and deepgemm.py are the GPU backend, imported only when it is resolved; triton_norm.py (the norm of both engines) and the
 rounding in triton_source.py also by every actor on CUDA.
 """

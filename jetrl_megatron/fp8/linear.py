@@ -12,6 +12,8 @@ the forward keeps the part, which is gathered in the backward, as wgrad's operan
 X that was never written in BF16 (`QuantizedInput`, see quantized_input.py) is taken as the operands that the linear would make of it.
 SwiGLU behind a linear (`fp8_linear_swiglu`) is part of its autograd function: Y, which is [gate | up], is kept, and the backward goes from
 dh to the FP8 operands of dY without writing dY; `fp8_linear_swiglu_quantized` goes from Y to the operands of the next linear without h.
+With `recompute` the codes of X are kept instead, K bytes a token for 4 F, and the backward makes Y again by the same GEMM of the same
+operands; nothing is quantised again.
 Where the former is impossible, dY is written in BF16 by one kernel and quantised from there, to the same bytes: dgrad or wgrad in BF16
 (which read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
 Left out: bias, BF16 linears and GEMMs (linear_bf16.py), which linears share X (actor/linears.py), weight quantisation (weight_cache.py).
@@ -19,14 +21,14 @@ Left out: bias, BF16 linears and GEMMs (linear_bf16.py), which linears share X (
 Legend: T tokens, K input features, N output features; F = N / 2 features behind SwiGLU.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from jetrl_megatron.config import Backend, LinearPrecision, SavedActivation
+from jetrl_megatron.config import Backend, LinearPrecision
 from jetrl_megatron.fp8.backend import Kernels, kernels_of
+from jetrl_megatron.fp8.backward_operands import quantize_grad, start_x
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.exchange import LOCAL, InputExchange
 from jetrl_megatron.fp8.gather import exact_in_fp8
@@ -52,6 +54,8 @@ class _Flow:
     swiglu: bool = False
     h_format: InputFormat | None = None
     """Of what SwiGLU gives; None: BF16."""
+    recompute: bool = False
+    """[gate | up] is not kept: the backward makes it again."""
 
     @property
     def kernels(self) -> Kernels:
@@ -89,12 +93,17 @@ def fp8_linear_swiglu(
     backend: Backend,
     row_order: torch.Tensor | None = None,
     exchange: InputExchange = LOCAL,
+    *,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """silu(gate) * up with [gate | up] = X W^T, the linear in FP8; arguments and errors are those of `fp8_linear`.
 
-    weight: [2F, K] bfloat16, the gate's rows first. Returns [T, F] bfloat16. Raises ValueError on an odd number of rows too.
+    weight: [2F, K] bfloat16, the gate's rows first. recompute: see the module. Returns [T, F] bfloat16.
+    Raises ValueError on an odd number of rows too.
     """
-    flow = _Flow(cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange, swiglu=True)
+    flow = _Flow(
+        cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange, swiglu=True, recompute=recompute
+    )
     h_TF, _ = _fp8(x, weight, flow)
     return h_TF
 
@@ -109,10 +118,18 @@ def fp8_linear_swiglu_quantized(
     exchange: InputExchange = LOCAL,
     *,
     h_format: InputFormat,
+    recompute: bool = False,
 ) -> QuantizedInput:
     """`fp8_linear_swiglu`, [T, F], as the input of the linear whose `input_format` is `h_format`: the bytes that it would make of h."""
     flow = _Flow(
-        cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange, swiglu=True, h_format=h_format
+        cached=cached,
+        precision=precision,
+        backend=backend,
+        row_order=row_order,
+        exchange=exchange,
+        swiglu=True,
+        h_format=h_format,
+        recompute=recompute,
     )
     graph_TF, operands = _fp8(x, weight, flow)
     assert operands is not None
@@ -142,7 +159,7 @@ def _fp8(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, flow: _Flow) ->
         made: tuple[torch.Tensor, Operands | None] = _Fp8Linear.apply(x_TK, weight, flow, given)
         return made
     rows = given[0] if given else flow.kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
-    return _activated(_to_stored_order(flow.kernels.fprop(exchange.rows(rows), cached.w), flow.row_order), flow)
+    return _activated(_gemm(rows, cached.w, flow), flow)
 
 
 def _check_given(given: Operands, form: InputFormat | None) -> None:
@@ -192,8 +209,9 @@ class _Fp8Linear(torch.autograd.Function):
                 assert cached.w_t is not None, "_fp8 checks it"
                 keep += [cached.w_t.data, cached.w_t.scale]
         ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
-        y_TN = _to_stored_order(flow.kernels.fprop(flow.exchange.rows(x), cached.w), flow.row_order)
-        ctx.save_for_backward(*keep, *([y_TN] if flow.swiglu else []))
+        y_TN = _gemm(x, cached.w, flow)
+        behind = [x.data, x.scale, cached.w.data, cached.w.scale] if flow.recompute else [y_TN]
+        ctx.save_for_backward(*keep, *(behind if flow.swiglu else []))
         return _activated(y_TN, flow)
 
     @staticmethod
@@ -205,16 +223,17 @@ class _Fp8Linear(torch.autograd.Function):
         fp8_wgrad = needs_dw and precision.wgrad is LinearPrecision.fp8
         dy_TN, dy, dy_t = grads[0], None, None
         # First: the gather runs beside everything up to wgrad.
-        whole_x = _start_x(kept, ctx.block, flow, dy_TN.shape[0]) if needs_dw else None
+        whole_x = start_x(kept, ctx.block, precision, kernels, flow.exchange, dy_TN.shape[0]) if needs_dw else None
         if flow.swiglu:
-            gate_up = for_dgrad[-1]
+            gate_up = _gate_up(for_dgrad, flow)
             in_two_orders = fp8_dgrad and flow.row_order is not None
             if fp8_wgrad and fp8_dgrad == needs_dx and not in_two_orders and dy_TN.shape[1] % GROUP == 0:
                 dy, dy_t = kernels.swiglu_backward_dual(dy_TN, gate_up, dtype=precision.grad_dtype, scale_format=precision.scale_format)
             else:
                 dy_TN = kernels.swiglu_backward(dy_TN, gate_up)
+            del gate_up  # where it was made again, it is free before the GEMMs
         if dy_t is None:
-            dy, dy_t = _quantize_grad(dy_TN, flow.row_order, precision, kernels, (fp8_dgrad, fp8_wgrad))
+            dy, dy_t = quantize_grad(dy_TN, flow.row_order, precision, kernels, (fp8_dgrad, fp8_wgrad))
         dx = dx_sum = dw = None
         if fp8_dgrad:
             dx = kernels.dgrad(dy, BlockScaled(for_dgrad[0], for_dgrad[1], ctx.w_t_block))
@@ -229,46 +248,15 @@ class _Fp8Linear(torch.autograd.Function):
         return None if dx_sum is None else dx_sum(), dw, None, None
 
 
-def _to_stored_order(y_TN: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
-    """Columns of Y from the cache's order to the parameter's."""
+def _gemm(x: BlockScaled, w: BlockScaled, flow: _Flow) -> torch.Tensor:
+    """Y of what this rank holds of X, its columns in the parameter's order."""
+    y_TN, row_order = flow.kernels.fprop(flow.exchange.rows(x), w), flow.row_order
     return y_TN if row_order is None else torch.empty_like(y_TN).index_copy_(1, row_order, y_TN)
 
 
-def _quantize_grad(
-    dy_TN: torch.Tensor, row_order: torch.Tensor | None, precision: GemmPrecision, kernels: Kernels, wanted: tuple[bool, bool]
-) -> tuple[BlockScaled | None, BlockScaled | None]:
-    """(dY along N in the cache's order for dgrad, dY^T along T in the parameter's order for wgrad), each None where not wanted."""
-    dtype, scale_format = precision.grad_dtype, precision.scale_format
-    for_dgrad, for_wgrad = wanted
-    if not for_dgrad and not for_wgrad:
-        return None, None
-    dy = dy_t = None
-    if for_wgrad:
-        dy, dy_t = kernels.quantize_dual(dy_TN, dtype=dtype, scale_format=scale_format)
-    if for_dgrad and (dy is None or row_order is not None):
-        rows = dy_TN if row_order is None else dy_TN.index_select(1, row_order)
-        dy = kernels.quantize(rows, ROW_BLOCK, dtype=dtype, scale_format=scale_format)
-    return dy, dy_t
-
-
-def _start_x(kept: tuple[torch.Tensor, ...], block: tuple[int, int] | None, flow: _Flow, num_toks: int) -> Callable[[], Any]:
-    """Start to make wgrad's X whole from what the forward kept; call what returns to wait.
-
-    It gives X^T [K, T128] in FP8, or, where wgrad is BF16, X [T, K] in BF16: FP8 copies are gathered, then dequantised.
-    """
-    precision, kernels, exchange = flow.precision, flow.kernels, flow.exchange
-    saved, scale_format, t_block = precision.saved_activation, precision.scale_format, precision.x_t_block
-    fp8 = precision.wgrad is LinearPrecision.fp8
-    if saved is SavedActivation.bf16:
-        if not fp8:
-            return lambda: kept[0]
-        return exchange.start_transposed(kernels.quantize_dual(kept[0], dtype=E4M3, scale_format=scale_format, t_block=t_block)[1])
-    assert block is not None, precision
-    codes = BlockScaled(kept[0], kept[1], block)
-    if saved is SavedActivation.fp8_dual:
-        columns = exchange.start_transposed(codes)
-        return columns if fp8 else lambda: columns().dequantize(torch.bfloat16)[:, :num_toks].t()
-    if fp8:
-        return exchange.start_transposed(kernels.requantize_transposed(codes, scale_format=scale_format, t_block=t_block))
-    rows = exchange.start_rows(codes)
-    return lambda: rows().dequantize(torch.bfloat16)
+def _gate_up(kept: tuple[torch.Tensor, ...], flow: _Flow) -> torch.Tensor:
+    """[gate | up] from what the forward kept for it at the end of its saved tensors."""
+    if not flow.recompute:
+        return kept[-1]
+    x_codes, x_scale, w_codes, w_scale = kept[-4:]
+    return _gemm(BlockScaled(x_codes, x_scale, ROW_BLOCK), BlockScaled(w_codes, w_scale, flow.cached.w.block), flow)

@@ -31,19 +31,22 @@ def bf16_linear(
     Returns [T, N]. The weight gradient follows the module's convention. Raises ValueError on shapes or dtypes that do not fit.
     """
     exchange.check(x_TK, weight)
-    return _Bf16Linear.apply(x_TK, weight, out_dtype, None, exchange)
+    return _Bf16Linear.apply(x_TK, weight, out_dtype, None, exchange, False)
 
 
-def bf16_linear_swiglu(x_TK: torch.Tensor, weight: torch.Tensor, backend: Backend, exchange: InputExchange = LOCAL) -> torch.Tensor:
+def bf16_linear_swiglu(
+    x_TK: torch.Tensor, weight: torch.Tensor, backend: Backend, exchange: InputExchange = LOCAL, *, recompute: bool = False
+) -> torch.Tensor:
     """silu(gate) * up with [gate | up] = X W^T, the linear as `bf16_linear`, SwiGLU by `backend` (resolved).
 
-    x_TK: [T, K] bfloat16. weight: [2F, K] bfloat16, the gate's rows first. exchange: as in `bf16_linear`. Returns [T, F] bfloat16.
+    x_TK: [T, K] bfloat16. weight: [2F, K] bfloat16, the gate's rows first. exchange: as in `bf16_linear`. recompute: [gate | up] is not
+    kept, the backward makes it again from X. Returns [T, F] bfloat16.
     Raises ValueError on shapes or dtypes that do not fit.
     """
     exchange.check(x_TK, weight)
     kernels = kernels_of(backend)
     if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
-        return _Bf16Linear.apply(x_TK, weight, torch.bfloat16, kernels, exchange)
+        return _Bf16Linear.apply(x_TK, weight, torch.bfloat16, kernels, exchange, recompute)
     return kernels.swiglu(mm(exchange.whole(x_TK), weight, torch.bfloat16))
 
 
@@ -56,27 +59,35 @@ class _Bf16Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         swiglu_kernels: Kernels | None,
         exchange: InputExchange,
+        recompute: bool,
     ) -> torch.Tensor:
         y_TN = mm(exchange.whole(x_TK), weight, out_dtype)
-        ctx.weight_ref, ctx.swiglu_kernels, ctx.exchange = weight, swiglu_kernels, exchange
+        ctx.weight_ref, ctx.swiglu_kernels, ctx.exchange, ctx.recompute = weight, swiglu_kernels, exchange, recompute
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x_TK if needs_dw else None, weight if needs_dx else None, None if swiglu_kernels is None else y_TN)
+        kept = None if swiglu_kernels is None or recompute else y_TN
+        ctx.save_for_backward(x_TK if needs_dw or recompute else None, weight if needs_dx or recompute else None, kept)
         return y_TN if swiglu_kernels is None else swiglu_kernels.swiglu(y_TN)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_TK, weight, gate_up = ctx.saved_tensors
-        # First: the gather runs beside everything up to wgrad.
-        whole_x = None if x_TK is None else ctx.exchange.start_whole(x_TK)
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        # First: the gather runs beside everything up to wgrad, or up to the GEMM that makes [gate | up] again.
+        whole_x = ctx.exchange.start_whole(x_TK) if needs_dw or ctx.recompute else None
         dy_TN = grads[0].to(torch.bfloat16)
-        if gate_up is not None:
+        if ctx.swiglu_kernels is not None:
+            if ctx.recompute:
+                assert whole_x is not None
+                gate_up = mm(whole_x(), weight, torch.bfloat16)
             dy_TN = ctx.swiglu_kernels.swiglu_backward(dy_TN, gate_up)
-        dx_sum = None if weight is None else ctx.exchange.start_sum(mm(dy_TN, weight.t(), torch.bfloat16))
+            gate_up = None  # where it was made again, it is free before the GEMMs
+        dx_sum = ctx.exchange.start_sum(mm(dy_TN, weight.t(), torch.bfloat16)) if needs_dx else None
         dw = None
-        if whole_x is not None:
+        if needs_dw:
+            assert whole_x is not None
             x_whole = whole_x()
             dw = deliver_weight_gradient(ctx.weight_ref, lambda out: wgrad_bf16(dy_TN, x_whole, out))
-        return None if dx_sum is None else dx_sum(), dw, None, None, None
+        return None if dx_sum is None else dx_sum(), dw, None, None, None, None
 
 
 def mm(a: torch.Tensor, b_t: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -59,7 +59,7 @@ BAD = {
     "optim.lr.x=3": r"optim.lr is \{'x': 3\} .*must be a number",
     "precision.arm=jet": r"precision.arm is 'jet' .*must be one of bf16, fp8_rollout, jetrl",
     "precision.wgrad_granularity=rows": r"wgrad_granularity is 'rows' .*must be one of groups, blocks",
-    "parallel.recompute=selective": r"recompute is 'selective' .*must be one of none, full",
+    "parallel.recompute=selective": r"recompute is 'selective' .*must be one of none, fc1, full",
     "precision.rollout_scale_format=x": r"must be one of fp32, ue8m0 or null",
     "data.train=gsm8k": r"data.train is 'gsm8k' .*write data.train=\[a,b\]",
     "data.train=[null]": r"data.train is \[None\]; it must be a list of text",

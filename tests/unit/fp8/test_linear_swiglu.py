@@ -135,6 +135,38 @@ def test_what_is_saved_is_x_and_gate_up_and_nothing_without_gradients():
             assert again.grad_fn is None and torch.equal(again, want)
 
 
+@pytest.mark.parametrize("saved", list(SavedActivation))
+@pytest.mark.parametrize("frozen", ["", "weight", "x"])
+def test_recompute_keeps_the_codes_of_x_in_place_of_gate_up_and_gives_the_same_bits(saved, frozen):
+    x, weight, dh, cached, row_order = layer(order=True, toks=256)
+    for name, tensor in (("weight", weight), ("x", x)):
+        tensor.requires_grad_(name != frozen)
+    precision, found, shapes = GemmPrecision(saved_activation=saved), [], []
+    for recompute in (False, True):
+        for run in (
+            lambda again: fp8_linear_swiglu(x, weight, cached, precision, REFERENCE, row_order, recompute=again),
+            lambda again: bf16_linear_swiglu(x, weight, REFERENCE, recompute=again),
+        ):
+            x.grad = weight.grad = None
+            h = run(recompute)
+            shapes.append([(t.dtype, tuple(t.shape)) for t in h.grad_fn.saved_tensors if t is not None])
+            h.backward(dh[:1].expand(256, F))
+            found.append([t for t in (h, x.grad, weight.grad) if t is not None])
+    gate_up = (torch.bfloat16, (256, 2 * F))
+    assert [gate_up in kept for kept in shapes] == [True, True, False, False]
+    assert (torch.float8_e4m3fn, (256, K)) in shapes[2] and (torch.bfloat16, (256, K)) in shapes[3]
+    for plain, again in (found[::2], found[1::2]):
+        assert len(plain) == (2 if frozen else 3) and all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+
+
+def test_recompute_of_a_weight_that_was_quantised_anew_in_between_is_refused():
+    x, weight, dh, cached, _ = layer()
+    h = fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE, recompute=True)
+    cached.w.data.view(torch.uint8).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h.backward(dh)
+
+
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_zero_tokens_give_empty_output_and_zero_gradient(main_grad):
     x, weight, dh, cached, _ = layer(toks=0)
