@@ -233,6 +233,8 @@ class OptimConfig:
     eps: float = 1e-8
     clip_grad: float = 1.0
     """Global L2 norm; 0 switches clipping off."""
+    offload_fraction: float = 0.0
+    """Share of masters and moments, by parameters, that lies on the host and is updated there; GPUs only."""
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -242,6 +244,7 @@ class OptimConfig:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"optim.{name} is {getattr(self, name)}; it must lie in [0, 1)")
         at_least("optim.eps", self.eps, MIN_EPS)
+        within("optim.offload_fraction", self.offload_fraction, 0.0, 1.0)
         if self.min_lr > self.lr:
             raise ValueError(f"optim.min_lr is {self.min_lr}, above optim.lr {self.lr}; lower it")
 

@@ -3,6 +3,8 @@
 Enters: model chunks with weights loaded, OptimConfig. Leaves: wrapped chunks and an `ActorOptimizer`. FP32 masters start from the BF16
 parameters exactly and are sharded over data-parallel ranks; gradients are reduced in FP32. Left out: the loss's
 denominator, which is already in the batch's weights, so nothing is divided by ranks or micro-batches here.
+With `optim.offload_fraction` that share of masters and moments lies on the host, 12 bytes a parameter, and torch's AdamW updates it there:
+Megatron's `HybridDeviceOptimizer`, which copies gradients out and BF16 parameters back beside the update of the parameters before.
 """
 
 from typing import Any
@@ -13,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from jetrl_megatron.actor.optimizer_state import load_shard_state, shard_state
 from jetrl_megatron.config import OptimConfig
 
 
@@ -31,28 +34,30 @@ class ActorOptimizer:
         config: the recipe's part.
         chunks: from `wrap_chunks`.
         total_steps: steps of the whole run; where the decay ends when `decay_steps` is 0.
+
+    Raises:
+        ValueError: when the state is to be offloaded and does not lie on a GPU.
     """
 
     def __init__(self, config: OptimConfig, chunks: list[DistributedDataParallel], total_steps: int) -> None:
         """Build masters and moments from the parameters as they are now."""
-        self._inner = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=0.0,  # `step` clips
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
-            ),
-            chunks,
-            use_gloo_process_groups=False,
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=0.0,  # `step` clips
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
         )
-        self._clip_grad = config.clip_grad
+        if config.offload_fraction > 0.0:
+            _offload(options, config.offload_fraction, chunks)
+        self._inner = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
+        self._clip_grad, self._offloads = config.clip_grad, config.offload_fraction > 0.0
         for part in self._parts():
             _choose_fused(part.optimizer)
         self._schedule = OptimizerParamScheduler(
@@ -89,7 +94,10 @@ class ActorOptimizer:
         Without Transformer Engine and Apex, Megatron's own makes a scaled copy of each and copies it back.
         """
         scale = self._clip_grad / (norm + 1e-6)
-        gradients = [p.grad for part in self._parts() for p in part.get_parameters() if p.grad is not None]
+        # Where the state is offloaded, the groups hold BF16 parameters, to which an FP32 gradient cannot belong by torch's rules.
+        name = "decoupled_grad" if self._offloads else "grad"
+        found = [getattr(p, name, None) for part in self._parts() for p in part.get_parameters()]
+        gradients = [gradient for gradient in found if gradient is not None]
         if gradients and self._clip_grad > 0.0 and scale < 1.0:
             torch._foreach_mul_(gradients, scale)
 
@@ -101,7 +109,7 @@ class ActorOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's masters, moments and the curve's position; tensors are this rank's own shard, not gathered."""
         return {
-            "shards": [_shard_state(part) for part in self._parts()],
+            "shards": [shard_state(part) for part in self._parts()],
             "schedule": self._schedule.state_dict(),
         }
 
@@ -117,7 +125,7 @@ class ActorOptimizer:
                 f"checkpoint holds {len(state['shards'])} optimizer parts, this layout has {len(parts)}: resume with the same layout"
             )
         for part, saved in zip(parts, state["shards"], strict=True):
-            _load_shard_state(part, saved)
+            load_shard_state(part, saved)
         self._schedule.num_steps = 0  # Megatron adds the saved position to where the curve stands, and a warm-up stands at 1 already
         self._schedule.load_state_dict(state["schedule"])
 
@@ -125,46 +133,21 @@ class ActorOptimizer:
         return list(getattr(self._inner, "chained_optimizers", [self._inner]))
 
 
+def _offload(options: OptimizerConfig, fraction: float, chunks: list[DistributedDataParallel]) -> None:
+    """Set Megatron's options for a share of the state on the host."""
+    if not all(p.is_cuda for chunk in chunks for p in chunk.parameters()):
+        raise ValueError(
+            f"optim.offload_fraction is {fraction}, but the actor runs on a CPU, where all of the optimizer's state is anyway: leave it 0"
+        )
+    options.optimizer_cpu_offload, options.optimizer_offload_fraction = True, fraction
+    options.overlap_cpu_optimizer_d2h_h2d = True
+    # The masters are the optimizer's own, so that those on the host have no twin on the GPU. Set here, because the constructor asks
+    # Transformer Engine for its version first, which the hybrid optimizer does without.
+    options.use_precision_aware_optimizer = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+
+
 def _choose_fused(adam: torch.optim.Optimizer) -> None:
     """On CUDA let torch's AdamW update everything in one kernel a group; Transformer Engine's and Apex's are fused by themselves."""
     for group in adam.param_groups:
         if isinstance(adam, torch.optim.AdamW | torch.optim.Adam) and all(p.is_cuda for p in group["params"]):
             group["fused"], group["foreach"] = True, False
-
-
-def _shard_state(part: Any) -> dict[str, Any]:
-    """Masters and Adam moments of one distributed optimizer, in parameter-group order."""
-    adam = part.optimizer
-    groups = []
-    for group in adam.param_groups:
-        entries = []
-        for master in group["params"]:
-            moments = adam.state.get(master, {})
-            entries.append({"master": master.detach().clone(), **{k: _clone(v) for k, v in moments.items()}})
-        groups.append({"params": entries, "step": group.get("step")})
-    return {"groups": groups}
-
-
-def _clone(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _load_shard_state(part: Any, saved: dict[str, Any]) -> None:
-    """Copy masters in place and put the moments back under the same master tensors."""
-    adam = part.optimizer
-    if [len(g["params"]) for g in adam.param_groups] != [len(g["params"]) for g in saved["groups"]]:
-        raise ValueError("checkpoint holds other optimizer parameter groups than this layout builds: resume with the same layout")
-    for group, old in zip(adam.param_groups, saved["groups"], strict=True):
-        if old["step"] is not None:
-            group["step"] = old["step"]
-        for master, entry in zip(group["params"], old["params"], strict=True):
-            if master.shape != entry["master"].shape:
-                raise ValueError(
-                    f"optimizer shard is {tuple(entry['master'].shape)} in the checkpoint, {tuple(master.shape)} here: "
-                    "resume with the same layout"
-                )
-            with torch.no_grad():
-                master.copy_(entry["master"])
-            moments = {k: _clone(v) for k, v in entry.items() if k != "master"}
-            if moments:
-                adam.state[master] = moments

@@ -153,6 +153,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--recompute", choices=[kind.value for kind in Recompute], default="none")
     parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="SHARE", help="of the optimizer's state, on the host")
     parser.add_argument(
         "--no-optimizer", action="store_true", help="leave it out: its state has no room, update_ms is the rest of an update"
     )
@@ -175,6 +176,7 @@ def main(argv: list[str]) -> int:
         seqs=args.seqs,
         micro_batches=args.micro_batches,
         repeats=args.repeats,
+        offload_fraction=args.offload_fraction,
         optimizer=not args.no_optimizer,
     )
     asked = {key: value for key, value in vars(args).items() if key != "json"}

@@ -32,6 +32,8 @@ class StepCase:
     seqs: int
     micro_batches: int
     repeats: int
+    offload_fraction: float = 0.0
+    """Of the optimizer's state."""
     optimizer: bool = True
     """False: its state, 12 bytes a parameter, is not there, so that a whole model fits on one GPU; an update is the rest of it."""
 
@@ -94,7 +96,8 @@ class TimedActor:
         for chunk in chunks:
             randomize_parameters(chunk)
         self.wrapped = wrap_chunks(config, chunks)
-        self.optimizer = ActorOptimizer(OptimConfig(lr=1e-6), self.wrapped, 1000) if case.optimizer else None
+        optim = OptimConfig(lr=1e-6, offload_fraction=case.offload_fraction)
+        self.optimizer = ActorOptimizer(optim, self.wrapped, 1000) if case.optimizer else None
         backend = resolve_backend(Backend.auto, device)
         self.sides = FlowSides(chunks, arch=case.arch, layout=layout, precision=precision, backend=backend, pp_rank=ranks.pp_rank)
         self.sides.refresh()

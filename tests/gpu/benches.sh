@@ -4,8 +4,8 @@
 #   bash tests/gpu/benches.sh OUT [NAME ...]     # names: those of the case below; default: all
 # OUT gets NAME.jsonl, NAME.txt and NAME.err. *-1gpu*, quant and linear need one GPU, the others two; rollout* and sync* need vLLM 0.26 and this package
 # installed (pip install --no-deps --no-build-isolation -e .). `linear` times Transformer Engine and torchao where they are installed.
-# step-1gpu-whole: all layers on one GPU, without the optimizer, whose state has no room there.
-# step-*-2seqs, -recompute, -fc1 and -whole: two sequences of 8192 tokens a micro-batch, so that half as many launches and passes over main_grad come to a token.
+# step-1gpu-whole: all layers on one GPU, without the optimizer, whose state has no room there; -offload: with half of it on the host (66 GB).
+# step-*-2seqs, -recompute, -fc1, -whole and -offload: two sequences of 8192 tokens a micro-batch, so that half as many launches and passes over main_grad come to a token.
 # Environment: PYTHON (python3), MODEL (qwen3-8b), LIMIT (seconds for one bench, 300).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -32,7 +32,7 @@ run() {
     timeout "$limit" "$@" --json "$out/$name.jsonl" >"$out/$name.txt" 2>"$out/$name.err" || { code=1; echo "$name left with an error"; tail -5 "$out/$name.err"; }
     cut -c1-220 "$out/$name.txt" | tail -40
 }
-for name in ${@:-quant linear step-1gpu step-1gpu-2seqs step-1gpu-recompute step-1gpu-fc1 step-1gpu-whole rollout-1gpu step-pp2 step-tp2 step-tp2-2seqs step-tp2-k_split step-dp2-2seqs rollout sync sync-in_place}; do
+for name in ${@:-quant linear step-1gpu step-1gpu-2seqs step-1gpu-recompute step-1gpu-fc1 step-1gpu-whole step-1gpu-offload rollout-1gpu step-pp2 step-tp2 step-tp2-2seqs step-tp2-k_split step-dp2-2seqs rollout sync sync-in_place}; do
     case $name in
     quant) run quant "$python" -m jetrl_megatron.bench quant ;;
     linear) run linear "$python" -m jetrl_megatron.bench linear --model "$model" --repeats 10 ;;
@@ -41,6 +41,7 @@ for name in ${@:-quant linear step-1gpu step-1gpu-2seqs step-1gpu-recompute step
     step-1gpu-recompute) run step-1gpu-recompute "$python" -m jetrl_megatron.bench step --layers 8 --recompute full --micro-batches 2 "${step[@]}" "${two[@]}" ;;
     step-1gpu-fc1) run step-1gpu-fc1 "$python" -m jetrl_megatron.bench step --layers 8 --recompute fc1 --micro-batches 2 "${step[@]}" "${two[@]}" ;;
     step-1gpu-whole) run step-1gpu-whole "$python" -m jetrl_megatron.bench step --recompute full --no-optimizer --micro-batches 2 "${step[@]}" "${two[@]}" ;;
+    step-1gpu-offload) run step-1gpu-offload "$python" -m jetrl_megatron.bench step --recompute full --offload-fraction 0.5 --micro-batches 8 "${step[@]}" "${two[@]}" ;;
     step-pp2) run step-pp2 "${pair[@]}" --pp 2 --micro-batches 8 "${step[@]}" "${arms[@]}" ;;
     step-tp2) run step-tp2 "${pair[@]}" --tp 2 --micro-batches 2 "${step[@]}" "${arms[@]}" ;;
     step-tp2-2seqs) run step-tp2-2seqs "${pair[@]}" --tp 2 --micro-batches 2 "${step[@]}" "${two[@]}" ;;

@@ -1,0 +1,126 @@
+"""The optimizer's state on the host: the same updates, checkpoints that fit both ways, and what a CPU is told.
+
+Megatron's hybrid optimizer asks each tensor whether it lies on a GPU. Here a mode answers for it, so that its path runs without one;
+nothing is copied between devices then. tests/gpu/test_offload.py has a GPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch.overrides import TorchFunctionMode
+
+from jetrl_megatron.actor.optimizer import ActorOptimizer
+from jetrl_megatron.config import OptimConfig, PrecisionConfig
+from tests.unit.actor.single_rank import OPTIM, few_batches, parameters, single_rank_actor, take_step
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for a machine without a GPU")
+OFFLOADED = replace(OPTIM, offload_fraction=1.0)
+HALF = replace(OPTIM, offload_fraction=0.5)
+CLIPPED = replace(OPTIM, clip_grad=0.01)
+
+
+class LooksLikeAGpu(TorchFunctionMode):
+    """Every tensor lies on a GPU but those that were pinned, and what is made of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.is_cuda.__get__:
+            return not hasattr(args[0], "on_host")
+        kwargs.pop("pin_memory", None)
+        out = args[0].clone() if func is torch.Tensor.pin_memory else func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and (func is torch.Tensor.pin_memory or any(hasattr(a, "on_host") for a in args)):
+            out.on_host = True  # type: ignore[attr-defined]
+        return out
+
+
+@contextmanager
+def gpu_look() -> Iterator[None]:
+    event = SimpleNamespace(synchronize=lambda: None, wait=lambda stream: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: event)
+    fakes = {"current_stream": lambda *_: stream, "Stream": lambda *_: stream, "stream": lambda _: nullcontext()}
+    with mock.patch.multiple(torch.cuda, **fakes), LooksLikeAGpu():
+        yield
+
+
+@contextmanager
+def optimizer_on_a_gpu() -> Iterator[None]:
+    """The optimizer alone: the model picks its kernels by where a tensor lies, too."""
+    with ExitStack() as patches:
+        for name in ("__init__", "step", "load_state_dict"):
+            real = getattr(ActorOptimizer, name)
+
+            def looking(*args: Any, real: Any = real) -> Any:
+                with gpu_look():
+                    return real(*args)
+
+            patches.enter_context(mock.patch.object(ActorOptimizer, name, looking))
+        yield
+
+
+@contextmanager
+def trained(hf_dir: Any, optim: OptimConfig, steps: int, state: Any = None) -> Iterator[Any]:
+    """An actor that took steps, behind loading `state` if there is one."""
+    place = optimizer_on_a_gpu() if optim.offload_fraction else nullcontext()
+    with place, single_rank_actor(hf_dir, PrecisionConfig(), optim=optim) as actor:
+        if state is not None:
+            actor.load_state_dict(state)
+        for _ in range(steps):
+            take_step(actor, few_batches(actor))
+        yield actor
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("base", [OPTIM, CLIPPED], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_three_steps_with_the_state_on_the_host_are_three_steps(one_layer_dir, base, fraction):
+    with trained(one_layer_dir, base, 3) as actor:
+        want = parameters(actor)
+    with trained(one_layer_dir, replace(base, offload_fraction=fraction), 3) as actor:
+        (part,) = actor.optimizer._parts()
+        adam = part.optimizer
+        assert isinstance(adam, HybridDeviceOptimizer) and len(adam.cpu_optimizers) > 0
+        assert (adam.gpu_optimizer is None) == (fraction == 1.0)
+        on_host = sum(p.numel() for o in adam.cpu_optimizers for group in o.param_groups for p in group["params"])
+        assert on_host >= fraction * sum(p.numel() for p in actor.chunks[0].parameters())
+        got = parameters(actor)
+    # torch's fused AdamW rounds a master's last place otherwise than its other one.
+    assert sum(int((want[n] != got[n]).sum()) for n in want) <= 1e-5 * sum(t.numel() for t in want.values())
+
+
+@pytest.mark.parametrize(("first", "second"), [(OPTIM, OFFLOADED), (OFFLOADED, OPTIM), (OFFLOADED, OFFLOADED), (HALF, OFFLOADED)])
+def test_a_checkpoint_of_one_kind_goes_on_as_the_other(one_layer_dir, first, second):
+    with trained(one_layer_dir, first, 2) as actor:
+        state = actor.state_dict()
+        before = parameters(actor)
+        take_step(actor, few_batches(actor))
+        want, moved = parameters(actor), actor.optimizer.state_dict()
+    with trained(one_layer_dir, second, 0, state) as actor:
+        assert same(parameters(actor), before), "the BF16 parameters are the masters', rounded"
+        again = actor.optimizer.state_dict()
+        for old, new in zip(state["optimizer"]["shards"][0]["groups"], again["shards"][0]["groups"], strict=True):
+            for a, b in zip(old["params"], new["params"], strict=True):
+                assert a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+        take_step(actor, few_batches(actor))
+        got = parameters(actor)
+    assert not same(before, want) and moved["shards"]
+    assert sum(int((want[n] != got[n]).sum()) for n in want) <= 1e-5 * sum(t.numel() for t in want.values())
+    if first.offload_fraction == second.offload_fraction:
+        assert same(want, got)
+
+
+def test_a_cpu_refuses_to_offload(one_layer_dir):
+    refused = pytest.raises(ValueError, match=r"optim.offload_fraction is 1.0, but the actor runs on a CPU")
+    with refused, single_rank_actor(one_layer_dir, PrecisionConfig(), optim=OFFLOADED):
+        pass
+    with pytest.raises(ValueError, match=r"optim.offload_fraction is 1.5; it must lie in \[0.0, 1.0\]"):
+        OptimConfig(offload_fraction=1.5)
