@@ -1,4 +1,4 @@
-"""The optimizer's state on the host, for real: the same updates, checkpoints that fit both ways, and the memory of the GPU that it frees."""
+"""The optimizer's state on the host, for real: the same updates, checkpoints that fit both ways, and where the bytes lie."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
