@@ -8,5 +8,5 @@ In the order the data flows:
 - `sides`: which precision each linear runs on the training and on the rollout side; the weight caches.
 - `logprobs`, `pipeline_step`: vocab-parallel log-probs (on a GPU `fused_logprobs`, `triton_logprobs`), and the schedules that run
   micro-batches.
-- `optimizer`, `actor`: AdamW with FP32 masters, and the object that the loop holds.
+- `optimizer` (`optimizer_state`: what a checkpoint holds of it), `actor`: AdamW with FP32 masters, and the object that the loop holds.
 """
