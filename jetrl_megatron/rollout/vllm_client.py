@@ -105,7 +105,8 @@ class EngineClient:
     def pause(self, timeout_s: float) -> None:
         """Let running requests end and admit no more until `resume`; no memory is released.
 
-        vLLM's `/pause` makes the same call of the scheduler and then sleeps for 20 ms.
+        Their answers may still be on their way when it returns. vLLM's `/pause` sleeps 20 ms for those, behind the same call of the
+        scheduler, with which it also empties caches: here that is left to `reset_prefix_cache`.
         """
         self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": "wait"}), None, timeout_s)
 
@@ -122,8 +123,8 @@ class EngineClient:
         self._call("POST", "/wake_up?" + urlencode({"tags": part}), None, timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
-        """Forget every cached prefix; raises ServerGone where the server says that it could not."""
-        answer = self._call("POST", "/reset_prefix_cache", None, timeout_s)
+        """Forget every cached prefix, also what a KV connector keeps outside; raises ServerGone where the server says that it could not."""
+        answer = self._call("POST", "/reset_prefix_cache?" + urlencode({"reset_external": "true"}), None, timeout_s)
         if answer.get("success") is not True:
             raise ServerGone(f"{self.url}: the prefix cache was not reset: {answer}")
 
