@@ -111,16 +111,19 @@ class EngineClient:
         self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": "wait"}), None, timeout_s)
 
     def resume(self, timeout_s: float = 30.0) -> None:
-        """Admit requests again."""
+        """Admit requests again; a server that sleeps stays as it is."""
         self._call("POST", "/wake_up?" + urlencode({"tags": "scheduling"}), None, timeout_s)
 
     def sleep(self, timeout_s: float) -> None:
         """Give up requests that nobody waits for, admit no more, and release weights and KV cache (see compat.sleep_arguments)."""
         self._call("POST", "/sleep?" + urlencode({"level": 2, "mode": "abort"}), None, timeout_s)
 
-    def wake(self, part: Literal["weights", "kv_cache"], timeout_s: float) -> None:
-        """Take the memory of one part again, without content: the weights must be loaded before anything is computed."""
-        self._call("POST", "/wake_up?" + urlencode({"tags": part}), None, timeout_s)
+    def wake(self, part: Literal["weights", "kv_cache"] | None, timeout_s: float) -> None:
+        """Take the memory of one part again, without content: the weights must be loaded before anything is computed.
+
+        part: None takes whatever a server released, nothing if it is awake, and admits requests.
+        """
+        self._call("POST", "/wake_up" + ("" if part is None else "?" + urlencode({"tags": part})), None, timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forget every cached prefix, also what a KV connector keeps outside; raises ServerGone where the server says that it could not."""
