@@ -167,8 +167,8 @@ class PromptFormat(Enum):
 
 
 class Recompute(Enum):
-    """What the backward makes again: nothing, fc1's output (gate and up, the largest activation) from the quantised copy of fc1's input, or
-    whole layers. The core attention always computes its probabilities again."""
+    """What the backward makes again: nothing, fc1's output (gate and up, the largest activation) from the copy of fc1's input that its GEMM
+    reads, FP8 or BF16, or whole layers. The core attention always computes its probabilities again."""
 
     none = "none"
     fc1 = "fc1"

@@ -8,6 +8,9 @@ returns a function that waits and gives the result. The order that every linear 
 
     start X -> dY's quantisation, dgrad -> start dX -> wait for X -> wgrad -> wait for dX
 
+A backward that makes [gate | up] again (parallel.recompute=fc1) first starts X's rows and waits for them behind the start of X, or, in
+BF16, waits for X itself.
+
 Invariants: sums are BF16, one collective each, so their bits are those of the same collective waited for at once; on CUDA waiting holds up
 the current stream and never the host; a started collective holds its tensors until it is waited for; every rank starts the same collectives
 in the same order.

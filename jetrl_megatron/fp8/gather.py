@@ -4,8 +4,8 @@ Enters: this rank's part of a linear's X, quantised. Leaves: the operand of a GE
 wgrad, with the bytes that quantising the whole BF16 X would give.
 Where it is exact: a scale belongs to one rank where the part is a whole number of groups along the axis that is put together, which is
 `exact_in_fp8`. Elsewhere, and where the backward reads X in BF16, the caller gathers BF16: the same numbers, more bytes.
-When: fprop's operand in the forward; wgrad's in the backward, beside dgrad (exchange.py), so that a rank keeps its own part of what the
-forward saves, 1/TP of it.
+When: fprop's operand in the forward, and again in a backward that makes Y again; wgrad's in the backward, beside dgrad (exchange.py), so
+that a rank keeps its own part of what the forward saves, 1/TP of it.
 
 What it costs, in units of T * K bytes, scales (1/32) left out: what is gathered, and the passes over a rank's memory (the gather's writes
 and the quantiser's reads and writes among them). BF16: the whole X is gathered in BF16 and every rank quantises all of it.
@@ -16,7 +16,7 @@ and the quantiser's reads and writes among them). BF16: the whole X is gathered 
 | K, with gradients | 2 | 1 + 1 | 10 | 4 + 4/TP |
 | T, no gradients | 2 | 1 | 5 | 1 + 3/TP |
 | T, with gradients | 2 | 1 + 1 | 6 | 4 + 4/TP |
-| either, recompute=full | 2 + 2 | 1 + 1 + 1 | | |
+| either, recompute=full; fc1 in recompute=fc1 | 2 + 2 | 1 + 1 + 1 | | |
 
 Where X comes quantised (quantized_input.py), as behind a norm or SwiGLU, the quantiser's read is spared, 2/TP of the FP8 columns, and so is
 the write of X in front of it, which no column counts.

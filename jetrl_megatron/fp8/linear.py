@@ -12,15 +12,16 @@ the forward keeps the part, which is gathered in the backward, as wgrad's operan
 X that was never written in BF16 (`QuantizedInput`, see quantized_input.py) is taken as the operands that the linear would make of it.
 SwiGLU behind a linear (`fp8_linear_swiglu`) is part of its autograd function: Y, which is [gate | up], is kept, and the backward goes from
 dh to the FP8 operands of dY without writing dY; `fp8_linear_swiglu_quantized` goes from Y to the operands of the next linear without h.
-With `recompute` the codes of X are kept instead, K bytes a token for 4 F, and the backward makes Y again by the same GEMM of the same
-operands; nothing is quantised again.
 Where the former is impossible, dY is written in BF16 by one kernel and quantised from there, to the same bytes: dgrad or wgrad in BF16
 (which read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
+With `recompute` the codes of X along K are kept in place of Y, K bytes a token for 4 F, and the backward makes Y again by the same GEMM of
+the same operands; nothing is quantised again. Where X is cut, its rows are gathered once more, before wgrad's X.
 Left out: bias, BF16 linears and GEMMs (linear_bf16.py), which linears share X (actor/linears.py), weight quantisation (weight_cache.py).
 
 Legend: T tokens, K input features, N output features; F = N / 2 features behind SwiGLU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +160,7 @@ def _fp8(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, flow: _Flow) ->
         made: tuple[torch.Tensor, Operands | None] = _Fp8Linear.apply(x_TK, weight, flow, given)
         return made
     rows = given[0] if given else flow.kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
-    return _activated(_gemm(rows, cached.w, flow), flow)
+    return _activated(_gemm(exchange.rows(rows), cached.w, flow), flow)
 
 
 def _check_given(given: Operands, form: InputFormat | None) -> None:
@@ -209,7 +210,7 @@ class _Fp8Linear(torch.autograd.Function):
                 assert cached.w_t is not None, "_fp8 checks it"
                 keep += [cached.w_t.data, cached.w_t.scale]
         ctx.w_t_block = None if cached.w_t is None else cached.w_t.block
-        y_TN = _gemm(x, cached.w, flow)
+        y_TN = _gemm(flow.exchange.rows(x), cached.w, flow)
         behind = [x.data, x.scale, cached.w.data, cached.w.scale] if flow.recompute else [y_TN]
         ctx.save_for_backward(*keep, *(behind if flow.swiglu else []))
         return _activated(y_TN, flow)
@@ -222,16 +223,17 @@ class _Fp8Linear(torch.autograd.Function):
         fp8_dgrad = needs_dx and precision.dgrad is LinearPrecision.fp8
         fp8_wgrad = needs_dw and precision.wgrad is LinearPrecision.fp8
         dy_TN, dy, dy_t = grads[0], None, None
-        # First: the gather runs beside everything up to wgrad.
+        # First, in the order in which they are waited for: X's rows where they are read again, then wgrad's X, beside everything up to it.
+        gate_up_of = _start_gate_up(for_dgrad, flow) if flow.swiglu else None
         whole_x = start_x(kept, ctx.block, precision, kernels, flow.exchange, dy_TN.shape[0]) if needs_dw else None
-        if flow.swiglu:
-            gate_up = _gate_up(for_dgrad, flow)
+        if gate_up_of is not None:
+            gate_up = gate_up_of()
             in_two_orders = fp8_dgrad and flow.row_order is not None
             if fp8_wgrad and fp8_dgrad == needs_dx and not in_two_orders and dy_TN.shape[1] % GROUP == 0:
                 dy, dy_t = kernels.swiglu_backward_dual(dy_TN, gate_up, dtype=precision.grad_dtype, scale_format=precision.scale_format)
             else:
                 dy_TN = kernels.swiglu_backward(dy_TN, gate_up)
-            del gate_up  # where it was made again, it is free before the GEMMs
+            del gate_up, gate_up_of  # what was made again, and the rows that it was made of, are free before the GEMMs
         if dy_t is None:
             dy, dy_t = quantize_grad(dy_TN, flow.row_order, precision, kernels, (fp8_dgrad, fp8_wgrad))
         dx = dx_sum = dw = None
@@ -249,14 +251,18 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _gemm(x: BlockScaled, w: BlockScaled, flow: _Flow) -> torch.Tensor:
-    """Y of what this rank holds of X, its columns in the parameter's order."""
-    y_TN, row_order = flow.kernels.fprop(flow.exchange.rows(x), w), flow.row_order
+    """Y of all of X, its columns in the parameter's order."""
+    y_TN, row_order = flow.kernels.fprop(x, w), flow.row_order
     return y_TN if row_order is None else torch.empty_like(y_TN).index_copy_(1, row_order, y_TN)
 
 
-def _gate_up(kept: tuple[torch.Tensor, ...], flow: _Flow) -> torch.Tensor:
-    """[gate | up] from what the forward kept for it at the end of its saved tensors."""
+def _start_gate_up(kept: tuple[torch.Tensor, ...], flow: _Flow) -> Callable[[], torch.Tensor]:
+    """Start to gather what [gate | up] is made again of; call what returns for [gate | up].
+
+    kept: what the forward saved, at its end what it saved for this.
+    """
     if not flow.recompute:
-        return kept[-1]
+        return lambda: kept[-1]
     x_codes, x_scale, w_codes, w_scale = kept[-4:]
-    return _gemm(BlockScaled(x_codes, x_scale, ROW_BLOCK), BlockScaled(w_codes, w_scale, flow.cached.w.block), flow)
+    rows = flow.exchange.start_rows(BlockScaled(x_codes, x_scale, ROW_BLOCK))
+    return lambda: _gemm(rows(), BlockScaled(w_codes, w_scale, flow.cached.w.block), flow)

@@ -105,25 +105,29 @@ class EngineClient:
     def pause(self, timeout_s: float) -> None:
         """Let running requests end and admit no more until `resume`; no memory is released.
 
-        vLLM's `/pause` makes the same call of the scheduler and then sleeps for 20 ms.
+        Their answers may still be on their way when it returns. vLLM's `/pause` sleeps 20 ms for those, behind the same call of the
+        scheduler, with which it also empties caches: here that is left to `reset_prefix_cache`.
         """
         self._call("POST", "/sleep?" + urlencode({"level": 0, "mode": "wait"}), None, timeout_s)
 
     def resume(self, timeout_s: float = 30.0) -> None:
-        """Admit requests again."""
+        """Admit requests again; a server that sleeps stays as it is."""
         self._call("POST", "/wake_up?" + urlencode({"tags": "scheduling"}), None, timeout_s)
 
     def sleep(self, timeout_s: float) -> None:
         """Give up requests that nobody waits for, admit no more, and release weights and KV cache (see compat.sleep_arguments)."""
         self._call("POST", "/sleep?" + urlencode({"level": 2, "mode": "abort"}), None, timeout_s)
 
-    def wake(self, part: Literal["weights", "kv_cache"], timeout_s: float) -> None:
-        """Take the memory of one part again, without content: the weights must be loaded before anything is computed."""
-        self._call("POST", "/wake_up?" + urlencode({"tags": part}), None, timeout_s)
+    def wake(self, part: Literal["weights", "kv_cache"] | None, timeout_s: float) -> None:
+        """Take the memory of one part again, without content: the weights must be loaded before anything is computed.
+
+        part: None takes whatever a server released, nothing if it is awake, and admits requests.
+        """
+        self._call("POST", "/wake_up" + ("" if part is None else "?" + urlencode({"tags": part})), None, timeout_s)
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
-        """Forget every cached prefix; raises ServerGone where the server says that it could not."""
-        answer = self._call("POST", "/reset_prefix_cache", None, timeout_s)
+        """Forget every cached prefix, also what a KV connector keeps outside; raises ServerGone where the server says that it could not."""
+        answer = self._call("POST", "/reset_prefix_cache?" + urlencode({"reset_external": "true"}), None, timeout_s)
         if answer.get("success") is not True:
             raise ServerGone(f"{self.url}: the prefix cache was not reset: {answer}")
 

@@ -82,6 +82,7 @@ class Member:
             self.started_on = published.directory if published.has_weights else None
         else:
             client = self.reached()
+            client.wake(None, self.push_timeout_s)  # whoever had it may have put it to sleep, and what is prepared lies in its memory
             reports = client.rpc("jetrl_prepare", {}, self.push_timeout_s)
             if not all(isinstance(report, dict) and "context_toks" in report for report in reports):
                 raise ValueError(f"{client.url} runs another version of jetrl-megatron: install the run's there")

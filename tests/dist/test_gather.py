@@ -1,5 +1,6 @@
 """What ranks exchange around a linear: the bits of Megatron's mappings one after the other, inputs gathered in FP8, beside the GEMMs."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Found:
             "split": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=both, toks=(WHOLE,), modes=every, row_parallel=split),
             "ragged": Layer(hf_dir=dirs["qwen3"], parallel=tp2, switches=default, toks=(RAGGED,), modes=("grad", "no grad", "frozen")),
             "nosp": Layer(hf_dir=dirs["qwen3"], parallel=nosp, switches=few, toks=(RAGGED,), modes=every),
+            "again": Layer(hf_dir=dirs["qwen3"], parallel=replace(tp2, recompute=Recompute.fc1), switches=both, toks=(WHOLE,), modes=every),
             "llama": Layer(hf_dir=dirs["llama"], parallel=tp2, switches=default, toks=(WHOLE,)),
             "qwen2": Layer(hf_dir=dirs["qwen2"], parallel=tp2, switches=default, toks=(WHOLE,)),
         }
@@ -120,6 +122,18 @@ def test_collectives_start_before_the_gemm_they_run_beside_and_are_waited_for_be
         fc2 = of_mode(row, "grad" if mode == "weights" else mode)
         for part, want in (("qkv", of_mode(column, mode)), ("o", of_mode(row, mode)), ("mlp", fc2 + of_mode(column, mode))):
             assert found.by_rank[0][f"{case}/{part}/{mode}"]["order"] == want, (part, mode)
+
+
+@pytest.mark.parametrize("mode", ["grad", "frozen", "weights"])
+def test_rows_that_gate_and_up_are_made_again_of_are_gathered_before_the_x_of_wgrad(found: Found, mode: str) -> None:
+    fc2 = of_mode(CUT, "grad" if mode == "weights" else mode)
+    start, wait = ["start gather"], ["wait for gather"]
+    again = start + (["start gather"] if mode != "frozen" else []) + wait
+    in_fp8 = fc2 + again + [event for event in of_mode(CUT, mode) if event != "start gather"]
+    # In BF16 the X that comes first is wgrad's as well, which looks for it once more; the GEMM before the gradient's is that of gate and up.
+    in_bf16 = fc2 + start + wait + ["dgrad"] + [event for event in of_mode(CUT, mode) if event != "start gather"]
+    for switches, want in (("default", in_fp8), ("bf16 side", in_bf16)):
+        assert found.by_rank[0][f"again/{switches}/{WHOLE}/mlp/{mode}"]["order"] == want, switches
 
 
 def fp8(rows: int, cols: int, *, t_block: bool = False) -> list[tuple[str, int]]:

@@ -11,9 +11,9 @@ from tests.vllm.colocated_run import STEPS, run
 
 WAKE = [
     "/wake_up?tags=weights", "/sleep?level=0&mode=wait", "reload_weights", "jetrl_fingerprints",
-    "/wake_up?tags=kv_cache", "/reset_prefix_cache", "/wake_up?tags=scheduling",
+    "/wake_up?tags=kv_cache", "/reset_prefix_cache?reset_external=true", "/wake_up?tags=scheduling",
 ]  # fmt: skip
-START = ["jetrl_prepare", "jetrl_fingerprints", "/reset_prefix_cache", "/wake_up?tags=scheduling"]
+START = ["jetrl_prepare", "jetrl_fingerprints", "/reset_prefix_cache?reset_external=true", "/wake_up?tags=scheduling"]
 SLEEP = ["/sleep?level=2&mode=abort"]
 
 

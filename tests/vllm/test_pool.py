@@ -209,9 +209,12 @@ def test_a_request_that_the_server_refuses_is_no_dead_server(world):
     assert world.client(0).healthy()
 
 
-def test_a_server_found_by_its_url_says_how_much_it_takes(world):
+@pytest.mark.parametrize("level", [None, 0, 2])
+def test_a_server_found_by_its_url_serves_if_it_was_paused_or_asleep_and_says_how_much_it_takes(world, level):
     client = world.client(0)
-    limits = PoolLimits(request_timeout_s=120.0, push_timeout_s=120.0, max_restarts=0)
+    if level is not None:
+        client.control(f"/sleep?level={level}", None, 30.0)
+    limits = PoolLimits(request_timeout_s=30.0, push_timeout_s=120.0, max_restarts=0)
     found = ServerPool([], [client], read_config(world.a), limits)
     found.update(publish(world.a, 11), load_from_disk)
     assert found.ready() == [0] and found.shortest() == (MAX_LEN, f"{client.url} (its --max-model-len)")

@@ -1,13 +1,16 @@
 """A linear with SwiGLU in one autograd function: every arm gives the bits of the linear, SwiGLU and SwiGLU's gradient one by one."""
 
 import itertools
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from jetrl_megatron.config import Backend, GradFormat, LinearPrecision, SavedActivation, ScaleFormat, WgradGranularity
-from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu
+from jetrl_megatron.fp8 import GemmPrecision, WeightCache, bf16_linear, bf16_linear_swiglu, fp8_linear, fp8_linear_swiglu, linear_bf16
 from jetrl_megatron.fp8.backend import ReferenceKernels
+from jetrl_megatron.fp8.exchange import InputExchange
 from jetrl_megatron.fp8.swiglu import swiglu, swiglu_backward
 
 FP8, BF16 = LinearPrecision.fp8, LinearPrecision.bf16
@@ -157,6 +160,40 @@ def test_recompute_keeps_the_codes_of_x_in_place_of_gate_up_and_gives_the_same_b
     assert (torch.float8_e4m3fn, (256, K)) in shapes[2] and (torch.bfloat16, (256, K)) in shapes[3]
     for plain, again in (found[::2], found[1::2]):
         assert len(plain) == (2 if frozen else 3) and all(torch.equal(*pair) for pair in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_gate_and_up_that_were_made_again_are_free_before_the_gemms_of_the_gradients(fp8, monkeypatch):
+    """And the rows that they were made of, which are a gathered copy where X is cut."""
+    x, weight, dh, cached, _ = layer(toks=256)
+    alive, seen = [], []
+
+    def noted(function):
+        return staticmethod(lambda dy, gate_up, **kwargs: (alive.append(weakref.ref(gate_up)), function(dy, gate_up, **kwargs))[1])
+
+    def looked(function):
+        return lambda *args: (seen.extend(ref() is None for ref in alive), function(*args))[1]
+
+    for name in ("swiglu_backward", "swiglu_backward_dual"):
+        monkeypatch.setattr(ReferenceKernels, name, noted(getattr(ReferenceKernels, name)))
+    for name in ("dgrad", "wgrad"):
+        monkeypatch.setattr(ReferenceKernels, name, staticmethod(looked(getattr(ReferenceKernels, name))))
+    for name in ("mm", "wgrad_bf16"):
+        monkeypatch.setattr(linear_bf16, name, looked(getattr(linear_bf16, name)))
+
+    class Gathered(InputExchange):
+        def start_rows(self, x):
+            rows = replace(x, data=x.data.clone())
+            alive.append(weakref.ref(rows.data))
+            return lambda: rows
+
+    if fp8:
+        exchange = Gathered(axis=None, group=None)
+        h = fp8_linear_swiglu(x, weight, cached, GemmPrecision(), REFERENCE, exchange=exchange, recompute=True)
+    else:
+        h = bf16_linear_swiglu(x, weight, REFERENCE, recompute=True)
+    h.backward(dh[:1].expand(256, F))
+    assert len(alive) == (2 if fp8 else 1) and len(seen) >= 2 and all(seen)
 
 
 def test_recompute_of_a_weight_that_was_quantised_anew_in_between_is_refused():

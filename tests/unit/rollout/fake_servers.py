@@ -43,6 +43,9 @@ class FakeClient:
         self._need_life("resume")
         self.paused = False
 
+    def wake(self, part, timeout_s):
+        self._need_life(f"wake {part}")
+
     def reset_prefix_cache(self):
         self._need_life("reset")
         if self.keeps_prefixes:

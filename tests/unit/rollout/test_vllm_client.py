@@ -118,7 +118,7 @@ def test_a_prefix_cache_that_was_not_reset_is_no_success(monkeypatch, given):
         client.reset_prefix_cache()
     given["success"] = True
     client.reset_prefix_cache()
-    assert asked_for == [("POST", "/reset_prefix_cache")] * 2
+    assert asked_for == [("POST", "/reset_prefix_cache?reset_external=true")] * 2, "a KV connector's cache is of the old weights too"
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def test_a_server_found_by_its_url_is_loaded_and_verified_before_it_serves():
     client.url = "http://h:1"
     pool.update(published(4), load)
     assert pool.shortest() == (512, "http://h:1 (its --max-model-len)")
-    assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:3] == ["jetrl_prepare", "pause", "load"]
+    assert pool.ready() == [0] and client.holds == "weights 4" and client.events[:4] == ["wake None", "jetrl_prepare", "pause", "load"]
 
 
 def test_a_server_of_another_version_of_this_project_is_refused(monkeypatch):

@@ -174,10 +174,12 @@ def test_what_the_client_asks_for(monkeypatch):
     client.sleep(1.0)
     client.wake("weights", 2.0)
     client.wake("kv_cache", 3.0)
+    client.wake(None, 4.0)
     assert asked == [
         ("POST", "/sleep?level=2&mode=abort", None, 1.0),
         ("POST", "/wake_up?tags=weights", None, 2.0),
         ("POST", "/wake_up?tags=kv_cache", None, 3.0),
+        ("POST", "/wake_up", None, 4.0),
     ]
 
 
