@@ -50,7 +50,6 @@ from jetrl_megatron.fp8 import (
     bf16_linear_swiglu,
     fp8_linear,
     fp8_linear_swiglu,
-    fp8_linear_swiglu_quantized,
     input_format,
 )
 from jetrl_megatron.fp8.exchange import LOCAL, InputExchange, columns_for_tokens
@@ -128,11 +127,10 @@ class FlowLinear:
                 operand, exchange = self._gathered_in_bf16(operand, exchange.axis), LOCAL
         assert flow.cache is not None, self.flow_name
         arguments = weight, flow.cache.get(self.flow_name), flow.precision, flow.backend, self.row_order, exchange
-        if h_format is not None:
-            return fp8_linear_swiglu_quantized(operand, *arguments, h_format=h_format, recompute=recompute)
-        if swiglu:
-            return fp8_linear_swiglu(operand, *arguments, recompute=recompute).unsqueeze(1)
-        return fp8_linear(operand, *arguments).unsqueeze(1)
+        if not swiglu:
+            return fp8_linear(operand, *arguments).unsqueeze(1)
+        h = fp8_linear_swiglu(operand, *arguments, h_format=h_format, recompute=recompute)
+        return h.unsqueeze(1) if isinstance(h, Tensor) else h
 
     def _gathered_in_bf16(self, x_TK: Tensor, axis: int) -> Tensor:
         """X [T, K] from this rank's part; its gradient is reduce-scattered."""

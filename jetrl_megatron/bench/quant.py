@@ -62,25 +62,16 @@ def cases(x: torch.Tensor) -> list[Case]:
     ]
 
 
-def fused_cases(x: torch.Tensor) -> list[Case]:
-    """Norm and SwiGLU, with and without a quantiser behind them; SwiGLU has C features, x [R, C] BF16 is its gradient in the backward."""
-    from jetrl_megatron.fp8 import triton_fused, triton_swiglu
+def norm_cases(x: torch.Tensor) -> list[Case]:
+    """RMSNorm of x [R, C] BF16 with a quantiser behind it; the row's sum of squares is one pass of its own."""
+    from jetrl_megatron.fp8 import triton_fused
 
-    rows, cols = x.shape
     size, scales = x.numel(), x.numel() // 128 * 4
-    gate_up = torch.randn(rows, 2 * cols, device=x.device, dtype=torch.bfloat16)
-    weight = torch.randn(cols, device=x.device).bfloat16()
+    weight = torch.randn(x.shape[1], device=x.device).bfloat16()
 
     def normed() -> torch.Tensor:
         rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
         return (x.float() * rstd * weight.float()).bfloat16()
-
-    def activation() -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
-
-    def gradient_expected() -> tuple[BlockScaled, ...]:
-        return reference.quantize_dual(triton_swiglu.swiglu_backward(x, gate_up))
 
     return [
         Case(
@@ -101,6 +92,25 @@ def fused_cases(x: torch.Tensor) -> list[Case]:
             5 * size + scales,
             lambda: (reference.quantize(normed(), (1, 128)),),
         ),
+    ]
+
+
+def swiglu_cases(x: torch.Tensor) -> list[Case]:
+    """SwiGLU of C features, with and without a quantiser behind it; x [R, C] BF16 is its gradient in the backward."""
+    from jetrl_megatron.fp8 import triton_fused, triton_swiglu
+
+    rows, cols = x.shape
+    size, scales = x.numel(), x.numel() // 128 * 4
+    gate_up = torch.randn(rows, 2 * cols, device=x.device, dtype=torch.bfloat16)
+
+    def activation() -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return torch.nn.functional.silu(gate) * up
+
+    def gradient_expected() -> tuple[BlockScaled, ...]:
+        return reference.quantize_dual(triton_swiglu.swiglu_backward(x, gate_up))
+
+    return [
         Case(
             "swiglu + dual",
             lambda: triton_fused.swiglu_quantize(gate_up),
@@ -176,7 +186,7 @@ def main(argv: list[str]) -> int:
         measured = len(rows_out)
         rows, cols = map(int, shape.split("x"))
         x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-        for case in cases(x) + fused_cases(x) + rival_cases(x):
+        for case in cases(x) + norm_cases(x) + swiglu_cases(x) + rival_cases(x):
             different = flips(case)
             timing = measure(case.run, args.repeats, batch=BATCH, graph=True)
             rate = case.bytes_moved / (timing.median_ms * 1e-3)

@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--micro-batches", type=positive, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
-    parser.add_argument("--recompute", choices=[kind.value for kind in Recompute], default="none")
+    parser.add_argument("--recompute", choices=[kind.value for kind in Recompute], default="none", help="what the backward makes again")
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="SHARE", help="of the optimizer's state, on the host")
     parser.add_argument(

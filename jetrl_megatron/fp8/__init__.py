@@ -13,7 +13,7 @@ rounding in triton_source.py also by every actor on CUDA.
 
 from jetrl_megatron.fp8.backend import kernel_for, resolve_backend
 from jetrl_megatron.fp8.block_scaled import BlockScaled
-from jetrl_megatron.fp8.linear import fp8_linear, fp8_linear_swiglu, fp8_linear_swiglu_quantized
+from jetrl_megatron.fp8.linear import fp8_linear, fp8_linear_swiglu
 from jetrl_megatron.fp8.linear_bf16 import bf16_linear, bf16_linear_swiglu
 from jetrl_megatron.fp8.main_grad import deliver_weight_gradient
 from jetrl_megatron.fp8.precision import GemmPrecision
@@ -32,7 +32,6 @@ __all__ = [
     "deliver_weight_gradient",
     "fp8_linear",
     "fp8_linear_swiglu",
-    "fp8_linear_swiglu_quantized",
     "input_format",
     "kernel_for",
     "resolve_backend",

@@ -11,8 +11,8 @@ X that tensor-parallel ranks share (`exchange`, see exchange.py): x is what this
 the forward keeps the part, which is gathered in the backward, as wgrad's operand, beside dgrad. dX is added up over the ranks beside wgrad.
 X that was never written in BF16 (`QuantizedInput`, see quantized_input.py) is taken as the operands that the linear would make of it.
 SwiGLU behind a linear (`fp8_linear_swiglu`) is part of its autograd function: Y, which is [gate | up], is kept, and the backward goes from
-dh to the FP8 operands of dY without writing dY; `fp8_linear_swiglu_quantized` goes from Y to the operands of the next linear without h.
-Where the former is impossible, dY is written in BF16 by one kernel and quantised from there, to the same bytes: dgrad or wgrad in BF16
+dh to the FP8 operands of dY without writing dY. With `h_format` the forward goes from Y to the operands of the next linear without h.
+Where the backward cannot, dY is written in BF16 by one kernel and quantised from there, to the same bytes: dgrad or wgrad in BF16
 (which read dY), `row_order` with FP8 dgrad (dY in two orders), no wgrad, F not a multiple of 128.
 With `recompute` the codes of X along K are kept in place of Y, K bytes a token for 4 F, and the backward makes Y again by the same GEMM of
 the same operands; nothing is quantised again. Where X is cut, its rows are gathered once more, before wgrad's X.
@@ -95,33 +95,15 @@ def fp8_linear_swiglu(
     row_order: torch.Tensor | None = None,
     exchange: InputExchange = LOCAL,
     *,
+    h_format: InputFormat | None = None,
     recompute: bool = False,
-) -> torch.Tensor:
-    """silu(gate) * up with [gate | up] = X W^T, the linear in FP8; arguments and errors are those of `fp8_linear`.
+) -> torch.Tensor | QuantizedInput:
+    """h = silu(gate) * up with [gate | up] = X W^T, the linear in FP8; arguments and errors are those of `fp8_linear`.
 
-    weight: [2F, K] bfloat16, the gate's rows first. recompute: see the module. Returns [T, F] bfloat16.
+    weight: [2F, K] bfloat16, the gate's rows first. h_format: the `input_format` of the linear that reads h. recompute: see the module.
+    Returns h [T, F] bfloat16 or, with `h_format`, as the operands that the next linear would make of it.
     Raises ValueError on an odd number of rows too.
     """
-    flow = _Flow(
-        cached=cached, precision=precision, backend=backend, row_order=row_order, exchange=exchange, swiglu=True, recompute=recompute
-    )
-    h_TF, _ = _fp8(x, weight, flow)
-    return h_TF
-
-
-def fp8_linear_swiglu_quantized(
-    x: torch.Tensor | QuantizedInput,
-    weight: torch.Tensor,
-    cached: QuantizedWeight,
-    precision: GemmPrecision,
-    backend: Backend,
-    row_order: torch.Tensor | None = None,
-    exchange: InputExchange = LOCAL,
-    *,
-    h_format: InputFormat,
-    recompute: bool = False,
-) -> QuantizedInput:
-    """`fp8_linear_swiglu`, [T, F], as the input of the linear whose `input_format` is `h_format`: the bytes that it would make of h."""
     flow = _Flow(
         cached=cached,
         precision=precision,
@@ -132,9 +114,8 @@ def fp8_linear_swiglu_quantized(
         h_format=h_format,
         recompute=recompute,
     )
-    graph_TF, operands = _fp8(x, weight, flow)
-    assert operands is not None
-    return QuantizedInput(operands=operands, graph_TK=graph_TF)
+    h_TF, operands = _fp8(x, weight, flow)
+    return h_TF if operands is None else QuantizedInput(operands=operands, graph_TK=h_TF)
 
 
 def _fp8(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, flow: _Flow) -> tuple[torch.Tensor, Operands | None]:
