@@ -16,7 +16,8 @@ def deliver_weight_gradient(weight: torch.Tensor, compute: Callable[[torch.Tenso
     weight: [N, K] parameter; `main_grad`, where it exists, is [N, K] float32. compute: given `main_grad`, adds the gradient into it in
     place; given None, returns the gradient [N, K].
     The stand-in only makes autograd call the parameter's hooks: nobody reads it. So every use of a weight has to come here, as an embedding
-    and a head that share it do. Where Megatron's `weight.zero_out_wgrad` says that one brings its gradient through autograd, it is zeros.
+    and a head that share it do. Where Megatron's `weight.zero_out_wgrad` says that one brings its gradient through autograd, or where
+    autograd looks for NaN (anomaly mode), it is zeros.
     Raises ValueError where main_grad is not float32.
     """
     main_grad = getattr(weight, "main_grad", None)
@@ -26,4 +27,5 @@ def deliver_weight_gradient(weight: torch.Tensor, compute: Callable[[torch.Tenso
         raise ValueError(f"main_grad is {main_grad.dtype}; gradients accumulate in float32 (accumulate_allreduce_grads_in_fp32)")
     compute(main_grad)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    read = getattr(weight, "zero_out_wgrad", False) or torch.is_anomaly_enabled()
+    return torch.zeros_like(weight) if read else torch.empty_like(weight)

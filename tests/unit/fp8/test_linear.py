@@ -1,6 +1,7 @@
 """The autograd linears: every arm's forward and gradients against float64 on the operands that arm really has."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -144,6 +145,16 @@ def test_a_gradient_is_added_once_and_the_stand_in_is_zeros_where_the_weight_has
     stand_in = deliver_weight_gradient(weight, compute)
     assert torch.equal(weight.main_grad, torch.ones(2, 3) + gradient) and weight.grad_added_to_main_grad is True
     assert torch.equal(stand_in, torch.zeros(2, 3).bfloat16())
+
+
+def test_anomaly_mode_finds_no_nan_in_the_stand_in(monkeypatch):
+    x, weight, dy, cached, _ = layer()
+    weight.main_grad = torch.zeros(N, K)
+    unwritten = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, **options: unwritten(t, **options).fill_(math.nan))
+    with torch.autograd.detect_anomaly(check_nan=True):
+        fp8_linear(x, weight, cached, GemmPrecision(), REFERENCE).backward(dy)
+    assert weight.main_grad.abs().max() > 0 and not weight.main_grad.isnan().any()
 
 
 def test_bf16_linear_matches_float64_and_gives_fp32_logits():
