@@ -62,37 +62,33 @@ def cases(x: torch.Tensor) -> list[Case]:
     ]
 
 
+def operand_cases(
+    name: str, run: Callable[[tuple[int, int] | None], object], like: torch.Tensor, written: Callable[[], torch.Tensor]
+) -> list[Case]:
+    """An operation that ends in the operands of a linear, in each form; it reads 4 bytes an element, a norm's row being read twice.
+
+    run: given the block of the transposed copy or None. like: [R, C] as the result. written: the BF16 result, of which the operands are.
+    """
+    size, scales = like.numel(), like.numel() // 128 * 4
+    row, blocks = (1, 128), (128, 128)
+    return [
+        Case(f"{name} + dual", lambda: run(row), 6 * size + 2 * scales, lambda: reference.quantize_dual(written())),
+        Case(f"{name} + dual, blocks", lambda: run(blocks), 6 * size + scales, lambda: reference.quantize_dual(written(), t_block=blocks)),
+        Case(f"{name} + row", lambda: run(None), 5 * size + scales, lambda: (reference.quantize(written(), row),)),
+    ]
+
+
 def norm_cases(x: torch.Tensor) -> list[Case]:
     """RMSNorm of x [R, C] BF16 with a quantiser behind it; the row's sum of squares is one pass of its own."""
     from jetrl_megatron.fp8 import triton_fused
 
-    size, scales = x.numel(), x.numel() // 128 * 4
     weight = torch.randn(x.shape[1], device=x.device).bfloat16()
 
     def normed() -> torch.Tensor:
         rstd = triton_fused.rms_norm_quantize(x, weight, EPS)[2]
         return (x.float() * rstd * weight.float()).bfloat16()
 
-    return [
-        Case(
-            "norm + dual",
-            lambda: triton_fused.rms_norm_quantize(x, weight, EPS),
-            6 * size + 2 * scales,
-            lambda: reference.quantize_dual(normed()),
-        ),
-        Case(
-            "norm + dual, blocks",
-            lambda: triton_fused.rms_norm_quantize(x, weight, EPS, t_block=(128, 128)),
-            6 * size + scales,
-            lambda: reference.quantize_dual(normed(), t_block=(128, 128)),
-        ),
-        Case(
-            "norm + row",
-            lambda: triton_fused.rms_norm_quantize(x, weight, EPS, t_block=None),
-            5 * size + scales,
-            lambda: (reference.quantize(normed(), (1, 128)),),
-        ),
-    ]
+    return operand_cases("norm", lambda t_block: triton_fused.rms_norm_quantize(x, weight, EPS, t_block=t_block), x, normed)
 
 
 def swiglu_cases(x: torch.Tensor) -> list[Case]:
@@ -111,24 +107,7 @@ def swiglu_cases(x: torch.Tensor) -> list[Case]:
         return reference.quantize_dual(triton_swiglu.swiglu_backward(x, gate_up))
 
     return [
-        Case(
-            "swiglu + dual",
-            lambda: triton_fused.swiglu_quantize(gate_up),
-            6 * size + 2 * scales,
-            lambda: reference.quantize_dual(activation()),
-        ),
-        Case(
-            "swiglu + dual, blocks",
-            lambda: triton_fused.swiglu_quantize(gate_up, t_block=(128, 128)),
-            6 * size + scales,
-            lambda: reference.quantize_dual(activation(), t_block=(128, 128)),
-        ),
-        Case(
-            "swiglu + row",
-            lambda: triton_fused.swiglu_quantize(gate_up, t_block=None),
-            5 * size + scales,
-            lambda: (reference.quantize(activation(), (1, 128)),),
-        ),
+        *operand_cases("swiglu", lambda t_block: triton_fused.swiglu_quantize(gate_up, t_block=t_block), x, activation),
         Case("swiglu", lambda: triton_swiglu.swiglu(gate_up), 6 * size, lambda: (activation(),)),
         # No expectation: torch's exponential has another last bit. tests/gpu bounds the distance.
         Case("swiglu backward", lambda: triton_swiglu.swiglu_backward(x, gate_up), 10 * size),

@@ -133,12 +133,13 @@ def _fp8(x: torch.Tensor | QuantizedInput, weight: torch.Tensor, flow: _Flow) ->
             f"a part {tuple(x_TK.shape)} of X, cut along axis {exchange.axis}, cannot be gathered in FP8 with saved_activation="
             f"{precision.saved_activation.value}, wgrad={precision.wgrad.value}: gather X in BF16 and call without `exchange`"
         )
+    form = input_format(precision, flow.backend, for_wgrad=for_wgrad)
     if given is not None:
-        _check_given(given, input_format(precision, flow.backend, for_wgrad=for_wgrad))
+        _check_given(given, form)
     if torch.is_grad_enabled() and (x_TK.requires_grad or weight.requires_grad):
         if precision.dgrad is LinearPrecision.fp8 and x_TK.requires_grad and cached.w_t is None:
             raise ValueError("dgrad is fp8 but the cache holds no transposed weight; build WeightCache with keep_transposed=True")
-        made: tuple[torch.Tensor, Operands | None] = _Fp8Linear.apply(x_TK, weight, flow, given)
+        made: tuple[torch.Tensor, Operands | None] = _Fp8Linear.apply(x_TK, weight, flow, given, form)
         return made
     rows = given[0] if given else flow.kernels.quantize(x_TK, ROW_BLOCK, dtype=E4M3, scale_format=precision.scale_format)
     return _activated(_gemm(exchange.rows(rows), cached.w, flow), flow)
@@ -167,10 +168,9 @@ def _activated(y_TN: torch.Tensor, flow: _Flow) -> tuple[torch.Tensor, Operands 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow, given: Operands | None
+        ctx: Any, x_TK: torch.Tensor, weight: torch.Tensor, flow: _Flow, given: Operands | None, form: InputFormat | None
     ) -> tuple[torch.Tensor, Operands | None]:
         cached, precision = flow.cached, flow.precision
-        form = input_format(precision, flow.backend, for_wgrad=weight.requires_grad)
         keep, ctx.block = [x_TK] if form is None else [], None
         if given is not None:
             x, x_t = given
@@ -228,7 +228,7 @@ class _Fp8Linear(torch.autograd.Function):
             x = whole_x()
             wgrad = (lambda out: kernels.wgrad(dy_t, x, out)) if fp8_wgrad else (lambda out: wgrad_bf16(dy_TN, x, out))
             dw = deliver_weight_gradient(ctx.weight_ref, wgrad)
-        return None if dx_sum is None else dx_sum(), dw, None, None
+        return None if dx_sum is None else dx_sum(), dw, None, None, None
 
 
 def _gemm(x: BlockScaled, w: BlockScaled, flow: _Flow) -> torch.Tensor:

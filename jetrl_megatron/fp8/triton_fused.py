@@ -15,7 +15,7 @@ from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.quantize import ROW_BLOCK
 from jetrl_megatron.fp8.triton_cast import contiguous_rows
 from jetrl_megatron.fp8.triton_norm import rms_rstd
-from jetrl_megatron.fp8.triton_quantize import BLOCKED, GROUPED, quantize_rows, quantize_tiles
+from jetrl_megatron.fp8.triton_quantize import quantize_operands
 from jetrl_megatron.fp8.triton_source import NORM, SWIGLU, Source
 
 E4M3 = torch.float8_e4m3fn
@@ -40,7 +40,7 @@ def rms_norm_quantize(
     x = contiguous_rows(x)
     rstd = rms_rstd(x, weight, eps)
     source = Source(NORM, x, x.shape[1], rstd, weight.detach())
-    return (*_operands(source, t_block, scale_format), rstd)
+    return (*quantize_operands(source, t_block, dtype=E4M3, scale_format=scale_format), rstd)
 
 
 def swiglu_quantize(
@@ -54,13 +54,4 @@ def swiglu_quantize(
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype is not torch.bfloat16:
         raise ValueError(f"gate_up is {gate_up.dtype} {tuple(gate_up.shape)}; need bfloat16 [R, 2C]")
     gate_up = contiguous_rows(gate_up)
-    return _operands(Source(SWIGLU, gate_up, gate_up.shape[1] // 2), t_block, scale_format)
-
-
-def _operands(source: Source, t_block: tuple[int, int] | None, scale_format: ScaleFormat) -> tuple[BlockScaled, BlockScaled | None]:
-    if t_block is None:
-        return quantize_rows(source, dtype=E4M3, scale_format=scale_format), None
-    t_mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
-    row_wise, transposed = quantize_tiles(source, GROUPED, t_mode, dtype=E4M3, scale_format=scale_format)
-    assert row_wise is not None
-    return row_wise, transposed
+    return quantize_operands(Source(SWIGLU, gate_up, gate_up.shape[1] // 2), t_block, dtype=E4M3, scale_format=scale_format)

@@ -52,9 +52,8 @@ def quantize_dual(
     x: torch.Tensor, *, dtype: torch.dtype = E4M3, scale_format: ScaleFormat = ScaleFormat.fp32, t_block: tuple[int, int] = ROW_BLOCK
 ) -> tuple[BlockScaled, BlockScaled]:
     """`quantize.quantize_dual` in one read of x."""
-    t_mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
-    row_wise, transposed = quantize_tiles(_plain(x, dtype), GROUPED, t_mode, dtype=dtype, scale_format=scale_format)
-    assert row_wise is not None and transposed is not None
+    row_wise, transposed = quantize_operands(_plain(x, dtype), t_block, dtype=dtype, scale_format=scale_format)
+    assert transposed is not None
     return row_wise, transposed
 
 
@@ -97,6 +96,18 @@ def transpose(w: BlockScaled) -> BlockScaled:
         grid = (num_blocks(rows, GROUP), num_blocks(cols, GROUP))
         transpose_kernel[grid](source, codes, rows, cols, source.stride(0), num_warps=TILE_WARPS)
     return BlockScaled(codes.view(w.data.dtype), w.scale.t().contiguous(), (w.block[1], w.block[0]))
+
+
+def quantize_operands(
+    source: Source, t_block: tuple[int, int] | None, *, dtype: torch.dtype, scale_format: ScaleFormat
+) -> tuple[BlockScaled, BlockScaled | None]:
+    """(the source in 1x128 groups, its transpose in `t_block`, padded, or None without one), in one read."""
+    if t_block is None:
+        return quantize_rows(source, dtype=dtype, scale_format=scale_format), None
+    t_mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
+    row_wise, transposed = quantize_tiles(source, GROUPED, t_mode, dtype=dtype, scale_format=scale_format)
+    assert row_wise is not None
+    return row_wise, transposed
 
 
 def quantize_rows(source: Source, *, dtype: torch.dtype, scale_format: ScaleFormat) -> BlockScaled:

@@ -1,7 +1,5 @@
 """The optimizer's state on the host, for real: the same updates, checkpoints that fit both ways, and where the bytes lie."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl_megatron.config import OptimConfig, PrecisionConfig
 from tests.gpu.hopper import NEEDS_HOPPER
 from tests.tiny_models import write_tiny_model
-from tests.unit.actor.single_rank import OPTIM, few_batches, parameters, single_rank_actor, take_step
+from tests.unit.actor.single_rank import OPTIM, few_batches, parameters, take_step, trained_actor
 
 pytestmark = [*NEEDS_HOPPER]
 OFFLOADED, HALF, CLIPPED = replace(OPTIM, offload_fraction=1.0), replace(OPTIM, offload_fraction=0.5), replace(OPTIM, clip_grad=0.01)
@@ -21,17 +18,6 @@ OFFLOADED, HALF, CLIPPED = replace(OPTIM, offload_fraction=1.0), replace(OPTIM, 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", "qwen3", num_hidden_layers=2)
-
-
-@contextmanager
-def trained(model: Path, optim: OptimConfig, steps: int, state: Any = None) -> Iterator[Any]:
-    """An actor that took steps, behind loading `state` if there is one."""
-    with single_rank_actor(model, PrecisionConfig(), optim=optim) as actor:
-        if state is not None:
-            actor.load_state_dict(state)
-        for _ in range(steps):
-            take_step(actor, few_batches(actor))
-        yield actor
 
 
 def state_on(actor: Any, kind: str) -> int:
@@ -53,11 +39,11 @@ def close(want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("base", [OPTIM, CLIPPED], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_one_step_with_the_state_on_the_host_is_one_step(model, base, fraction):
-    with trained(model, base, 0) as actor:
+    with trained_actor(model, base, 0) as actor:
         before = parameters(actor)
         take_step(actor, few_batches(actor))
         want, whole = parameters(actor), state_on(actor, "cuda")
-    with trained(model, replace(base, offload_fraction=fraction), 1) as actor:
+    with trained_actor(model, replace(base, offload_fraction=fraction), 1) as actor:
         on_host, on_gpu = state_on(actor, "cpu"), state_on(actor, "cuda")
         got = parameters(actor)
     assert close(want, got) and not close(before, want)
@@ -66,11 +52,11 @@ def test_one_step_with_the_state_on_the_host_is_one_step(model, base, fraction):
 
 @pytest.mark.parametrize(("first", "second"), [(OPTIM, OFFLOADED), (OFFLOADED, OPTIM), (OFFLOADED, OFFLOADED), (HALF, OFFLOADED)])
 def test_a_checkpoint_of_one_kind_goes_on_as_the_other(model, first, second):
-    with trained(model, first, 2) as actor:
+    with trained_actor(model, first, 2) as actor:
         state, before = actor.state_dict(), parameters(actor)
         take_step(actor, few_batches(actor))
         want = parameters(actor)
-    with trained(model, second, 0, state) as actor:
+    with trained_actor(model, second, 0, state) as actor:
         assert all(torch.equal(before[n], t) for n, t in parameters(actor).items()), "the BF16 parameters are the masters', rounded"
         take_step(actor, few_batches(actor))
         assert close(want, parameters(actor))

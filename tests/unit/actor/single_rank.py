@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,17 @@ def single_rank_actor(
         yield actor
     finally:
         parallel_state.destroy()
+
+
+@contextmanager
+def trained_actor(hf_dir: Path, optim: OptimConfig, steps: int, state: dict[str, Any] | None = None) -> Iterator[Actor]:
+    """An actor of arm `jetrl` that took `steps` steps, behind loading `state` if there is one."""
+    with single_rank_actor(hf_dir, PrecisionConfig(), optim=optim) as actor:
+        if state is not None:
+            actor.load_state_dict(state)
+        for _ in range(steps):
+            take_step(actor, few_batches(actor))
+        yield actor
 
 
 def few_samples(actor: Actor) -> list[Sample]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from jetrl_megatron.actor.optimizer import ActorOptimizer
 from jetrl_megatron.config import OptimConfig, PrecisionConfig
-from tests.unit.actor.single_rank import OPTIM, few_batches, parameters, single_rank_actor, take_step
+from tests.unit.actor.single_rank import OPTIM, few_batches, parameters, single_rank_actor, take_step, trained_actor
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for a machine without a GPU")
 OFFLOADED = replace(OPTIM, offload_fraction=1.0)
@@ -66,13 +66,9 @@ def optimizer_on_a_gpu() -> Iterator[None]:
 
 @contextmanager
 def trained(hf_dir: Any, optim: OptimConfig, steps: int, state: Any = None) -> Iterator[Any]:
-    """An actor that took steps, behind loading `state` if there is one."""
+    """`trained_actor`, whose optimizer takes its place for a GPU where it offloads."""
     place = optimizer_on_a_gpu() if optim.offload_fraction else nullcontext()
-    with place, single_rank_actor(hf_dir, PrecisionConfig(), optim=optim) as actor:
-        if state is not None:
-            actor.load_state_dict(state)
-        for _ in range(steps):
-            take_step(actor, few_batches(actor))
+    with place, trained_actor(hf_dir, optim, steps, state) as actor:
         yield actor
 
 
