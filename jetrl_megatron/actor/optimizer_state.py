@@ -36,7 +36,7 @@ def load_shard_state(part: Any, saved: dict[str, Any]) -> None:
     adam = part.optimizer
     if [len(g["params"]) for g in adam.param_groups] != [len(g["params"]) for g in saved["groups"]]:
         raise ValueError("checkpoint holds other optimizer parameter groups than this layout builds: resume with the same layout")
-    stepped = False
+    updated_by = _updated_by(adam)
     for group, old in zip(adam.param_groups, saved["groups"], strict=True):
         if old["step"] is not None:
             group["step"] = old["step"]
@@ -49,12 +49,18 @@ def load_shard_state(part: Any, saved: dict[str, Any]) -> None:
                 )
             with torch.no_grad():
                 master.copy_(entry["master"])
-            moments = {k: _placed(v, k, master) for k, v in entry.items() if k != "master"}
+            moments = {k: _beside(v, master) for k, v in entry.items() if k != "master"}
             if moments:
-                stepped = True
-                adam.state[param] = moments | ({_MASTER: master} if isinstance(adam, HybridDeviceOptimizer) else {})
-    if stepped and isinstance(adam, HybridDeviceOptimizer):
-        adam._sync_hdo_state_to_sub_optimizers()  # as its own hook does behind torch's load_state_dict, which would go by the GPU
+                updated_by[master].state[master] = moments
+    if isinstance(adam, HybridDeviceOptimizer):
+        # The other way round, `_sync_hdo_state_to_sub_optimizers`, takes every part for one on the host where both kinds are torch's AdamW.
+        adam._sync_sub_optimizers_state_to_hdo()
+
+
+def _updated_by(adam: Any) -> dict[Tensor, Any]:
+    """Return which of torch's optimizers updates each master."""
+    parts = adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]
+    return {master: part for part in parts for group in part.param_groups for master in group["params"]}
 
 
 def _master(adam: Any, param: Tensor) -> Tensor:
@@ -62,11 +68,9 @@ def _master(adam: Any, param: Tensor) -> Tensor:
     return adam.param_to_inner_param[param] if isinstance(adam, HybridDeviceOptimizer) else param
 
 
-def _placed(value: Any, name: str, master: Tensor) -> Any:
-    """Return a clone beside the master; Adam's step counter stays where it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return _clone(value) if name == "step" else value.detach().to(master.device, copy=True)
+def _beside(value: Any, master: Tensor) -> Any:
+    """Return a copy on the master's device; the step counter too, where a fused AdamW wants it."""
+    return value.detach().to(master.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _clone(value: Any) -> Any:

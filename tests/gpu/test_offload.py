@@ -50,7 +50,10 @@ def test_one_step_with_the_state_on_the_host_is_one_step(model, base, fraction):
     assert on_host + on_gpu >= 0.99 * whole and on_host >= 0.99 * fraction * whole and (on_gpu == 0) == (fraction == 1.0)
 
 
-@pytest.mark.parametrize(("first", "second"), [(OPTIM, OFFLOADED), (OFFLOADED, OPTIM), (OFFLOADED, OFFLOADED), (HALF, OFFLOADED)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(OPTIM, OFFLOADED), (OFFLOADED, OPTIM), (OFFLOADED, OFFLOADED), (HALF, OFFLOADED), (HALF, HALF), (OPTIM, HALF)],
+)
 def test_a_checkpoint_of_one_kind_goes_on_as_the_other(model, first, second):
     with trained_actor(model, first, 2) as actor:
         state, before = actor.state_dict(), parameters(actor)

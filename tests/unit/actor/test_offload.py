@@ -27,15 +27,16 @@ CLIPPED = replace(OPTIM, clip_grad=0.01)
 
 
 class LooksLikeAGpu(TorchFunctionMode):
-    """Every tensor lies on a GPU but those that were pinned, and what is made of them."""
+    """Every tensor lies on a GPU but those that were pinned or sent to "cpu", and what is made of them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func == torch.Tensor.is_cuda.__get__:
             return not hasattr(args[0], "on_host")
         kwargs.pop("pin_memory", None)
-        out = args[0].clone() if func is torch.Tensor.pin_memory else func(*args, **kwargs)
-        if isinstance(out, torch.Tensor) and (func is torch.Tensor.pin_memory or any(hasattr(a, "on_host") for a in args)):
+        to_host = func is torch.Tensor.pin_memory or (func is torch.Tensor.to and args[1:] == ("cpu",))
+        out = args[0].clone() if to_host else func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and (to_host or any(hasattr(a, "on_host") for a in args)):
             out.on_host = True  # type: ignore[attr-defined]
         return out
 
@@ -93,7 +94,16 @@ def test_three_steps_with_the_state_on_the_host_are_three_steps(one_layer_dir, b
     assert sum(int((want[n] != got[n]).sum()) for n in want) <= 1e-5 * sum(t.numel() for t in want.values())
 
 
-@pytest.mark.parametrize(("first", "second"), [(OPTIM, OFFLOADED), (OFFLOADED, OPTIM), (OFFLOADED, OFFLOADED), (HALF, OFFLOADED)])
+def on_the_gpu(adam: HybridDeviceOptimizer) -> list[torch.Tensor]:
+    """What the optimizer of the GPU's share keeps of its parameters."""
+    entries = adam.gpu_optimizer.state.values() if adam.gpu_optimizer is not None else []
+    return [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(OPTIM, OFFLOADED), (OFFLOADED, OPTIM), (OFFLOADED, OFFLOADED), (HALF, OFFLOADED), (HALF, HALF), (OPTIM, HALF)],
+)
 def test_a_checkpoint_of_one_kind_goes_on_as_the_other(one_layer_dir, first, second):
     with trained(one_layer_dir, first, 2) as actor:
         state = actor.state_dict()
@@ -106,6 +116,9 @@ def test_a_checkpoint_of_one_kind_goes_on_as_the_other(one_layer_dir, first, sec
         for old, new in zip(state["optimizer"]["shards"][0]["groups"], again["shards"][0]["groups"], strict=True):
             for a, b in zip(old["params"], new["params"], strict=True):
                 assert a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+        if second.offload_fraction:
+            kept = on_the_gpu(actor.optimizer._parts()[0].optimizer)
+            assert (len(kept) > 0) == (second is HALF) and not any(hasattr(t, "on_host") for t in kept)
         take_step(actor, few_batches(actor))
         got = parameters(actor)
     assert not same(before, want) and moved["shards"]
