@@ -2,7 +2,8 @@
 
 Files: timing.py (how a number is measured, and on what machine) <- shapes.py (which layers) <- rivals.py (torchao, Transformer Engine
 and vLLM's quantiser, where installed) and timed_actor.py (a model and its batches) <- quant.py, linear.py, step.py (one command each);
-engine_arms.py (a recipe with a vLLM pool, arm after arm), precompile.py (a server's kernels, before they are timed) <- rollout.py, sync.py
+engine_arms.py (a recipe with a vLLM pool, arm after arm), random_worker.py (weights that a server draws itself) <- servers.py (a pool
+without an actor), precompile.py (a server's kernels, before they are timed) <- rollout.py, sync.py
 <- __main__.py (`python -m jetrl_megatron.bench NAME`).
 Every command has `main(argv)`, returns an exit code (1 where a check fails), prints a table, and with `--json FILE` appends one JSON
 object a line.

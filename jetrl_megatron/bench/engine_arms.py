@@ -1,9 +1,9 @@
 """One recipe with several precision arms, one after the other on the same machine: what `bench rollout` and `bench sync` have in common.
 
 Enters: a recipe file, `key=value` words, arms. Leaves: for each arm the records that rank 0 wrote. Each arm runs in fresh processes, one a
-rank, as `jetrl train` would start them, with no optimizer and the recipe's own vLLM servers. The actor has the weights of `model.path`, or,
-where there is none, random ones that are drawn where it computes: no file holds them (but for transport `disk`, whose pushes are files), so
-that a large shape starts in seconds.
+rank, as `jetrl train` would start them, with no optimizer and the recipe's own vLLM servers; or, with `--servers-only`, in one process
+that builds no actor (servers.py). The actor has the weights of `model.path`, or, where there is none, random ones that are drawn where it
+computes: no file holds them (but for transport `disk`, whose pushes are files), so that a large shape starts in seconds.
 """
 
 import argparse
@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from conversion.architecture import ModelArchitecture
 from jetrl_megatron.bench.shapes import MAX_POSITIONS, MODELS, VOCAB
 from jetrl_megatron.bench.timing import positive, print_table, write_json
 from jetrl_megatron.cli import count_processes
-from jetrl_megatron.config import Engine, Recipe, SyntheticModelConfig
+from jetrl_megatron.config import Engine, Recipe, SyntheticModelConfig, VllmConfig
 from jetrl_megatron.layout import check_recipe_layout
 from jetrl_megatron.load import load_recipe
 from jetrl_megatron.loop.colocated import settle_vllm
@@ -28,6 +29,8 @@ from jetrl_megatron.run.local_launch import launch, under_launcher
 
 Record = dict[str, Any]
 Measure = Callable[[Session, argparse.Namespace], Record]
+MeasureArm = Callable[[Recipe, argparse.Namespace], Record | None]
+"""In a process of an arm; its record on rank 0, None elsewhere."""
 Prepare = Callable[[Sequence[Recipe], argparse.Namespace], None]
 
 
@@ -43,11 +46,12 @@ def parser(name: str, what: str) -> argparse.ArgumentParser:
     options.add_argument("--json", default="", metavar="FILE", help="append one JSON object a line")
     options.add_argument("--worker", default="", help=argparse.SUPPRESS)
     options.add_argument("--random-weights", action="store_true", help=argparse.SUPPRESS)
+    options.set_defaults(servers_only=False)
     return options
 
 
 def run_arms(
-    name: str, options: argparse.ArgumentParser, argv: Sequence[str], measure: Measure, prepare: Prepare = lambda recipes, args: None
+    name: str, options: argparse.ArgumentParser, argv: Sequence[str], measure: MeasureArm, prepare: Prepare = lambda recipes, args: None
 ) -> int:
     """Measure every arm and print the table; in a worker process, measure the one arm that it was started for.
 
@@ -77,7 +81,8 @@ def run_arms(
         prepare(list(recipes.values()), args)
         for arm, recipe in recipes.items():
             out = Path(folder) / f"{arm}.json"
-            code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), count_processes(recipe, args.nproc), recipe.run.grace_s)
+            num_processes = 1 if args.servers_only else count_processes(recipe, args.nproc)
+            code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), num_processes, recipe.run.grace_s)
             if code != 0 or not out.is_file():
                 print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
                 return code or 1
@@ -126,18 +131,32 @@ def _model_without_weights(args: argparse.Namespace, words: list[str], out_dir: 
     return [f"model.path={write_synthetic_config(out_dir, synthetic, VOCAB, MAX_POSITIONS)}"]
 
 
-def _worker(args: argparse.Namespace, words: list[str], measure: Measure) -> int:
+def _worker(args: argparse.Namespace, words: list[str], measure: MeasureArm) -> int:
     arm, _, out = args.worker.partition(":")
     recipe = load_recipe(args.recipe, [*words, f"precision.arm={arm}", f"run.dir={Path(out).with_suffix('')}"])
-    with _session(recipe, args.random_weights) as session:
-        record = measure(session, args)
-        if session.ranks.is_logger:
-            Path(out).write_text(json.dumps({**record, **_machine(session)}))
+    record = measure(recipe, args)
+    if record is not None:
+        Path(out).write_text(json.dumps(record))
     return 0
 
 
+def with_actor(measure: Measure) -> MeasureArm:
+    """Return what measures an arm with `measure` on every rank of an actor, and adds to rank 0's record where that was."""
+
+    def measure_arm(recipe: Recipe, args: argparse.Namespace) -> Record | None:
+        with _session(recipe, args.random_weights) as session:
+            record = measure(session, args)
+            if not session.ranks.is_logger:
+                return None
+            on_cuda = session.device.type == "cuda"
+            vllm = settle_vllm(recipe, session.ranks.dp, on_cuda)
+            return record | place(recipe, vllm, session.arch, on_cuda, session.ranks.world)
+
+    return measure_arm
+
+
 @contextmanager
-def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
+def _session(recipe: Recipe, random_weights: bool) -> Iterator[Session]:
     """Open a session with its actor and engine, no optimizer, no reference and, unlike a run, no gradients; close it whatever happens.
 
     random_weights: the actor draws its weights, and `model.path` holds none.
@@ -152,23 +171,23 @@ def _session(recipe: Any, random_weights: bool) -> Iterator[Session]:
         session.close()
 
 
-def _machine(session: Session) -> Record:
+def place(recipe: Recipe, vllm: VllmConfig, arch: ModelArchitecture, on_cuda: bool, num_actors: int) -> Record:
+    """Return the columns that say on what an arm was measured. vllm: from `settle_vllm`. num_actors: processes of the actor."""
     import torch
 
     from jetrl_megatron.rollout.compat import vllm_version
 
-    name = torch.cuda.get_device_name() if session.device.type == "cuda" else "cpu"
-    vllm = settle_vllm(session.recipe, session.ranks.dp, session.device.type == "cuda")
+    name = torch.cuda.get_device_name() if on_cuda else "cpu"
     assert vllm.transport is not None
     return {
         "device": name,
         "torch": torch.__version__,
         "vllm": vllm_version(),
-        "layers": session.arch.num_layers,
-        "hidden": session.arch.hidden_size,
-        "vocab": session.arch.vocab_size,
-        "engine": session.recipe.rollout.engine.value,
-        "actors": session.ranks.world,
+        "layers": arch.num_layers,
+        "hidden": arch.hidden_size,
+        "vocab": arch.vocab_size,
+        "engine": recipe.rollout.engine.value,
+        "actors": num_actors,
         "servers": vllm.num_servers + len(vllm.urls),
         "engine_tp": vllm.tp,
         "transport": vllm.transport.value,

@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from jetrl_megatron.bench.engine_arms import Record, parser, run_arms
+from jetrl_megatron.bench.engine_arms import Record, parser, run_arms, with_actor
 from jetrl_megatron.bench.timing import copy_bandwidth, link_bandwidth, positive
 from jetrl_megatron.config import Transport
 from jetrl_megatron.loop.colocated import settle_vllm
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     options = parser("sync", "Seconds of a verified weight push, FP8 against BF16.")
     options.add_argument("--pushes", type=positive, default=5, help="counted pushes, behind the one that starts the servers")
-    return run_arms("sync", options, argv, measure)
+    return run_arms("sync", options, argv, with_actor(measure))
 
 
 def measure(session: Session, args: argparse.Namespace) -> Record:

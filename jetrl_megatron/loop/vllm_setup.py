@@ -2,6 +2,7 @@
 
 Enters: a session with its actor. Leaves: `VllmEngine` and `Publisher`, parts of one rank; servers start at the first push. Whatever a user
 can have got wrong (version of vLLM, TP degree of the servers, GPUs, transport) fails here, on every rank, before a server is started.
+`server_spec`, `server_pool` and `chosen_gpus` need no actor: a bench of servers alone uses them too.
 """
 
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from conversion.architecture import ModelArchitecture
 from conversion.layout import ParallelLayout, check_layout, fp8_modules
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig, WeightLoad
@@ -38,11 +40,17 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
     Raises ValueError for anything wrong in `rollout.vllm`.
     """
     colocated = recipe.rollout.engine is Engine.vllm_colocated
-    cfg = settle_vllm(recipe, actor.ranks.dp, actor.device.type == "cuda")
-    check_vllm(recipe, cfg, actor)
+    on_cuda = actor.device.type == "cuda"
+    cfg = settle_vllm(recipe, actor.ranks.dp, on_cuda)
+    check_vllm(recipe, cfg, actor.arch, on_cuda)
+    if colocated and not on_cuda and actor.ranks.is_logger:
+        _LOG.warning(
+            "rollout.engine is vllm_colocated on a CPU: the servers go to sleep and wake as on GPUs, but there is nothing to release"
+        )
     group = RunGroup(cfg.start_timeout_s + cfg.request_timeout_s * (cfg.max_repeats + 1) + cfg.push_timeout_s)
     gpus = _gpus(cfg, actor, group, colocated)
-    pool = _pool(recipe, cfg, actor, gpus, run_dir, source_dir) if group.rank == 0 else None
+    spec = server_spec(recipe, cfg, actor.arch, on_cuda, run_dir)
+    pool = server_pool(recipe, cfg, actor.arch, spec, gpus, source_dir) if group.rank == 0 else None
     transport = _transport(cfg, actor, group, run_dir, source_dir)
     publisher = Publisher(actor, pool, transport, group, everywhere=cfg.transport is Transport.ipc, shares_device=colocated)
     place = Place(
@@ -58,27 +66,23 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
     return engine, publisher
 
 
-def check_vllm(recipe: Recipe, cfg: VllmConfig, actor: Actor) -> None:
+def check_vllm(recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture, on_cuda: bool) -> None:
     """Raise ValueError where this machine, model or layout cannot have the servers of `cfg`, which `settle_vllm` gave."""
     assert cfg.transport is not None, "not settled"
-    fp8, on_cuda = recipe.precision.rollout_linear is LinearPrecision.fp8, actor.device.type == "cuda"
+    fp8 = recipe.precision.rollout_linear is LinearPrecision.fp8
     short = check_engine()
     if cfg.transport is not Transport.disk and not (on_cuda and short == "0.26"):
         raise ValueError(
             f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
-            f"{actor.device.type}: use rollout.vllm.transport=disk"
+            f"{'cuda' if on_cuda else 'cpu'}: use rollout.vllm.transport=disk"
         )
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
     try:
-        check_layout(actor.arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
+        check_layout(arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
     except ValueError as error:
         raise ValueError(f"rollout.vllm.tp is {cfg.tp}: {error}") from error
-    if recipe.rollout.engine is Engine.vllm_colocated and not on_cuda and actor.ranks.is_logger:
-        _LOG.warning(
-            "rollout.engine is vllm_colocated on a CPU: the servers go to sleep and wake as on GPUs, but there is nothing to release"
-        )
 
 
 def _gpus(cfg: VllmConfig, actor: Actor, group: RunGroup, colocated: bool) -> list[str]:
@@ -94,13 +98,13 @@ def _gpus(cfg: VllmConfig, actor: Actor, group: RunGroup, colocated: bool) -> li
     return replica_gpus(group.from_first(group.to_first(seat)))
 
 
-def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_dir: Path, source_dir: Path) -> ServerPool:
+def server_spec(recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture, on_cuda: bool, run_dir: Path) -> ServerSpec:
+    """Return how the recipe's servers are started; their logs go into `run_dir`. cfg: from `settle_vllm`."""
     assert cfg.transport is not None
-    on_cuda = actor.device.type == "cuda"
     formats = recipe.precision.rollout_scale_format or recipe.precision.scale_format
-    spec = ServerSpec(
+    return ServerSpec(
         tp=cfg.tp,
-        max_model_len=actor.arch.max_positions,
+        max_model_len=arch.max_positions,
         max_num_seqs=cfg.max_num_seqs,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
         kv_cache_gib=cfg.kv_cache_gib,
@@ -114,12 +118,25 @@ def _pool(recipe: Recipe, cfg: VllmConfig, actor: Actor, gpus: list[str], run_di
         start_timeout_s=cfg.start_timeout_s,
         sleeps=recipe.rollout.engine is Engine.vllm_colocated,
     )
+
+
+def server_pool(
+    recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture, spec: ServerSpec, gpus: list[str], source_dir: Path
+) -> ServerPool:
+    """Return the pool of the recipe's servers, not yet started.
+
+    gpus: CUDA_VISIBLE_DEVICES of each. source_dir: the run's HF directory.
+    """
     key = key_of_environment() if cfg.urls else new_key()
     servers = [VllmServer(number, spec, key, gpus[number]) for number in range(cfg.num_servers)]
     clients = [EngineClient(url=url.rstrip("/"), key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
-    fp8 = fp8_modules(actor.arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
     limits = PoolLimits(request_timeout_s=cfg.request_timeout_s, push_timeout_s=cfg.push_timeout_s, max_restarts=cfg.max_restarts)
-    return ServerPool(servers, clients, engine_config(actor.arch, fp8, source_dir), limits)
+    return ServerPool(servers, clients, engine_config(arch, server_fp8(recipe, arch), source_dir), limits)
+
+
+def server_fp8(recipe: Recipe, arch: ModelArchitecture) -> frozenset[str]:
+    """Return the module names of the linears that are FP8 in the recipe's servers."""
+    return fp8_modules(arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
 
 
 def visible_gpus() -> list[str]:
@@ -134,14 +151,7 @@ def server_gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
     Raises ValueError where there are too few, where one that NCCL joins with the actor is the actor's own, and where one that CUDA IPC
     reaches is not.
     """
-    visible, needed = visible_gpus(), num_actors + cfg.num_servers * cfg.tp
-    if not cfg.gpus and len(visible) < needed:
-        raise ValueError(
-            f"{num_actors} actor processes and rollout.vllm.servers={cfg.num_servers} of tp={cfg.tp} need {needed} GPUs and this machine "
-            f"has {len(visible)}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
-        )
-    firsts = range(num_actors, needed, cfg.tp)
-    chosen = list(cfg.gpus) or [",".join(visible[first : first + cfg.tp]) for first in firsts]
+    visible, chosen = visible_gpus(), chosen_gpus(cfg, num_actors)
     shared = sorted({gpu for gpus in chosen for gpu in gpus.split(",")} & set(visible[:num_actors]))
     if shared and cfg.transport is Transport.nccl:
         raise ValueError(
@@ -155,6 +165,18 @@ def server_gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
             "actor's GPUs in rollout.vllm.gpus, or use rollout.engine=vllm_colocated, or rollout.vllm.transport=nccl or disk"
         )
     return chosen
+
+
+def chosen_gpus(cfg: VllmConfig, num_actors: int) -> list[str]:
+    """Return CUDA_VISIBLE_DEVICES of each server, whatever brings its weights; raises ValueError where there are too few GPUs."""
+    visible, needed = visible_gpus(), num_actors + cfg.num_servers * cfg.tp
+    if not cfg.gpus and len(visible) < needed:
+        raise ValueError(
+            f"{num_actors} actor processes and rollout.vllm.servers={cfg.num_servers} of tp={cfg.tp} need {needed} GPUs and this machine "
+            f"has {len(visible)}: use fewer, or let them share with rollout.vllm.gpus and a lower rollout.vllm.gpu_memory_utilization"
+        )
+    firsts = range(num_actors, needed, cfg.tp)
+    return list(cfg.gpus) or [",".join(visible[first : first + cfg.tp]) for first in firsts]
 
 
 def _transport(cfg: VllmConfig, actor: Actor, group: RunGroup, run_dir: Path, source_dir: Path) -> Pushes:

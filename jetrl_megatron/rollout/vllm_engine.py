@@ -44,8 +44,8 @@ class RunGroup:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Make a group of its own on gloo: the actor's own groups end a wait after half an hour."""
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        """Make a group of its own on gloo: the actor's own groups end a wait after half an hour. A process that is in none is alone."""
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
 
     def from_first(self, value: Any) -> Any:

@@ -39,6 +39,7 @@ _LOG_TAIL_CHARS = 1500
 _ERROR = re.compile(r" ERROR .*?(\b\w+(?:Error|Exception): .*)")
 _PORT_ATTEMPTS, _PORT_TAKEN = 3, "Address already in use"
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
+_WORKER = "jetrl_megatron.rollout.vllm_worker.WeightReader"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class ServerSpec:
     sleeps: bool = False
     """Whether it releases its GPU memory while it sleeps."""
     host: str = "127.0.0.1"
+    worker: str = _WORKER
+    """Class that vLLM mixes into its workers: that one, or one that derives from it."""
 
 
 def new_key() -> str:
@@ -74,8 +77,7 @@ def new_key() -> str:
 def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: bool) -> list[str]:
     """Return the command line of a server.
 
-    model_dir: config and tokenizer, and the weights where `with_weights`; without them the server starts on random ones that a push
-    replaces.
+    model_dir: config and tokenizer, and the weights where `with_weights`; without them the server starts on dummies that a push replaces.
     """
     words = [sys.executable, "-m", server_module(), "--model", str(model_dir), "--served-model-name", "policy"]
     words += ["--host", spec.host, "--port", str(port), "--seed", "0"]
@@ -87,7 +89,7 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
         words += [f"--{name.replace('_', '-')}", value if isinstance(value, str) else json.dumps(value)]
     words += ["--max-logprobs", "1", "--tokens-only"]  # no tokenizer is loaded; 0.30 has the route for token ids behind it
     words += ["--middleware", "jetrl_megatron.rollout.vllm_auth.RequireKey"]
-    words += ["--worker-extension-cls", "jetrl_megatron.rollout.vllm_worker.WeightReader"]
+    words += ["--worker-extension-cls", spec.worker]
     words += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     words += ["--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching"]
     words += [] if with_weights else ["--load-format", "dummy"]

@@ -157,8 +157,8 @@ class Watch:
 def run(folder: str, trouble: tuple[int, str] = (0, "")) -> dict[str, Any]:
     """Train; returns how it ended on this rank, in which order things happened and whether a draw that was left had ended."""
     watch = Watch(trouble)
-    vllm_setup.check_vllm = lambda recipe, cfg, actor: None
-    vllm_setup._pool = lambda *parts: watch.pool  # type: ignore[assignment]
+    vllm_setup.check_vllm = lambda *parts: None
+    vllm_setup.server_pool = lambda *parts: watch.pool  # type: ignore[assignment]
     recipe = load_recipe(ROOT / "recipes" / "grpo-tiny-1n2p-tp2pp1-jetrl.yaml", [*SMALL, f"run.dir={folder}"])
     ended: Any
     if trouble[1] == "crash of rank 1":

@@ -51,14 +51,14 @@ def test_only_an_arm_with_fp8_servers_compiles_and_only_where_asked(monkeypatch)
     monkeypatch.setattr(rollout, "precompile", lambda linears: compiled.append(linears) or 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arm, asked in (("bf16", True), ("jetrl", False), ("jetrl", True), ("fp8_rollout", True)):
-        rollout.prepare([load_recipe(TINY, [f"precision.arm={arm}"])], argparse.Namespace(precompile=asked))
+        rollout.prepare([load_recipe(TINY, [f"precision.arm={arm}"])], argparse.Namespace(precompile=asked, servers_only=False))
     assert len(compiled) == 2 and sorted(compiled[0]) == [(256, 512), (1024, 256)]
     arms = [load_recipe(TINY, [f"precision.arm={arm}"]) for arm in ("bf16", "jetrl", "fp8_rollout")]
-    rollout.prepare(arms, argparse.Namespace(precompile=True))
+    rollout.prepare(arms, argparse.Namespace(precompile=True, servers_only=False))
     assert len(compiled) == 3, "two FP8 arms have one model: its kernels are compiled once"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="bench rollout --precompile times CUDA kernels and torch sees no CUDA device"):
-        rollout.prepare([load_recipe(TINY, ["precision.arm=jetrl"])], argparse.Namespace(precompile=True))
+        rollout.prepare([load_recipe(TINY, ["precision.arm=jetrl"])], argparse.Namespace(precompile=True, servers_only=False))

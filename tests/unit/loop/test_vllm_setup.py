@@ -1,14 +1,13 @@
 """Which GPUs servers get, and what NCCL cannot join."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.config import Recipe, Transport, VllmConfig
 from jetrl_megatron.loop import vllm_setup
-from jetrl_megatron.loop.vllm_setup import check_vllm, server_gpus
+from jetrl_megatron.loop.vllm_setup import check_vllm, chosen_gpus, server_gpus, server_pool, server_spec
 from tests.tiny_models import tiny_config
 
 
@@ -21,6 +20,12 @@ def test_servers_get_the_visible_gpus_behind_the_actors():
     assert server_gpus(VllmConfig(servers=1, tp=2), 2) == ["5,7"]
     assert server_gpus(VllmConfig(servers=2, tp=1), 2) == ["5", "7"]
     assert server_gpus(VllmConfig(servers=2, gpus=["2", "2"]), 2) == ["2", "2"]
+
+
+def test_servers_alone_get_the_first_gpus_whatever_would_bring_their_weights():
+    for transport in Transport:
+        assert chosen_gpus(VllmConfig(servers=2, tp=2, transport=transport), 0) == ["2,3", "5,7"]
+        assert chosen_gpus(VllmConfig(servers=1, gpus=["7"], transport=transport), 0) == ["7"]
 
 
 def test_too_few_gpus_are_counted():
@@ -43,10 +48,9 @@ def test_ipc_to_a_gpu_without_the_actor_is_refused():
 def test_a_tp_degree_that_the_model_cannot_be_cut_by_is_refused_by_its_key(monkeypatch):
     monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
     arch = ModelArchitecture.from_hf_config(tiny_config("qwen3").to_dict())
-    actor = SimpleNamespace(arch=arch, device=SimpleNamespace(type="cpu"))
-    check_vllm(Recipe(), VllmConfig(tp=2, transport=Transport.disk), actor)
+    check_vllm(Recipe(), VllmConfig(tp=2, transport=Transport.disk), arch, on_cuda=False)
     with pytest.raises(ValueError, match=r"rollout\.vllm\.tp is 3: tp=3 is illegal for this model: .*; TP degrees that work: 1, 2"):
-        check_vllm(Recipe(), VllmConfig(tp=3, transport=Transport.disk), actor)
+        check_vllm(Recipe(), VllmConfig(tp=3, transport=Transport.disk), arch, on_cuda=False)
 
 
 @pytest.mark.parametrize("gib", [0.0, -1.0, 1e-10, float("inf"), float("nan")])
@@ -68,10 +72,10 @@ def test_so_many_sequences_that_no_command_line_holds_their_graphs_are_refused()
 def test_a_servers_settings_come_from_the_recipe(tmp_path):
     cfg = VllmConfig(kv_cache_gib=3.0, gpu_memory_utilization=0.25, max_num_seqs=17, tp=2, transport=Transport.disk)
     arch = ModelArchitecture.from_hf_config(tiny_config("qwen3").to_dict())
-    actor = SimpleNamespace(arch=arch, device=SimpleNamespace(type="cuda"))
     (tmp_path / "config.json").write_text(tiny_config("qwen3").to_json_string())
-    pool = vllm_setup._pool(Recipe(), cfg, actor, ["0,1"], tmp_path, tmp_path)
-    spec = pool._members[0].server._spec
+    spec = server_spec(Recipe(), cfg, arch, True, tmp_path)
+    pool = server_pool(Recipe(), cfg, arch, spec, ["0,1"], tmp_path)
+    assert pool._members[0].server._spec is spec and spec.on_cuda and spec.max_model_len == arch.max_positions
     assert (spec.kv_cache_gib, spec.gpu_memory_utilization, spec.max_num_seqs, spec.tp) == (3.0, 0.25, 17, 2)
 
 

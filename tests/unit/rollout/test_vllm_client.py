@@ -215,6 +215,13 @@ def test_a_server_binds_to_loopback_behind_the_door_with_the_log_probs_of_its_ow
     assert server_environment(SPEC, KEY, "", {})["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
 
 
+def test_a_servers_workers_are_the_runs_unless_another_class_is_named():
+    named = {"jetrl_megatron.rollout.vllm_worker.WeightReader": SPEC, "a.B": replace(SPEC, worker="a.B")}
+    for name, spec in named.items():
+        words = server_command(spec, Path("model"), 1234, with_weights=False)
+        assert dict(pairwise(words))["--worker-extension-cls"] == name
+
+
 @pytest.mark.parametrize(("sleeps", "on_cuda", "there"), [(True, True, True), (True, False, False), (False, True, False)])
 def test_sleep_mode_is_asked_for_where_it_can_release_something(sleeps, on_cuda, there):
     words = server_command(replace(SPEC, sleeps=sleeps, on_cuda=on_cuda), Path("model"), 1234, with_weights=True)
