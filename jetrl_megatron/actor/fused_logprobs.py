@@ -1,12 +1,11 @@
-"""Log-probs and entropy of labels where Triton runs: GEMM, one pass over each chunk of logits, one exchange between the ranks.
+"""Log-probs and entropy of labels where Triton runs: GEMM and one pass over each chunk of logits.
 
-Enters and leaves: what `logprobs.token_logprobs` documents. With (m_r, s_r, d_r, p_r) of each rank's `row_sums` and m = max_r m_r:
+Enters and leaves: what `logprobs.token_logprobs` documents. With m, s, d, p of a row (`row_sums`):
 
-    total = sum_r s_r exp(m_r - m)      dot = sum_r exp(m_r - m) (d_r + (m_r - m) s_r)      picked = sum_r p_r
-    logp  = (picked - m) - log total    entropy = log total - dot / total
+    logp  = (p - m) - log s    entropy = log s - d / s
 
-Invariants: ranks are added in their order, one exchange a call, so a row's bits depend on its logits alone; the log normaliser is kept as
-(m, log total), since their sum would lose what is small beside a large m. The backward takes the first chunk's logits from the forward and
+Invariants: a row's bits depend on its logits alone, not on how many ranks share them (triton_vocab_blocks.py); the log normaliser is kept
+as (m, log s), since their sum would lose what is small beside a large m. The backward takes the first chunk's logits from the forward and
 makes the others again, by the same GEMM of the same rows; it writes their gradient in BF16, the format of both GEMMs that read it, and the
 GEMM adds dW into FP32 `main_grad` itself. No more than one chunk of logits is alive at any time, and none where no gradient is wanted.
 Left out: the float64 reference (logprobs.py) and whether the GEMM's rows depend on how many it has, which is cuBLAS's matter.
@@ -19,20 +18,12 @@ from torch import Tensor
 
 from jetrl_megatron.actor.logprobs import VocabShard, head_gradients, plain_logits, row_chunks
 from jetrl_megatron.actor.triton_logprobs import logit_gradient, row_sums
+from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums
 
 
-def combine(parts_Rn4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logp [n], entropy [n] and (maximum, log total) [n, 2], float32, of the `row_sums` of all ranks, [R, n, 4]."""
-    top = parts_Rn4[..., 0].amax(0)
-    total, dot, picked = (torch.zeros_like(top) for _ in range(3))
-    for part in parts_Rn4:
-        shard_top, shard_total, shard_dot, shard_picked = part.unbind(-1)
-        gap = shard_top - top
-        scale = gap.exp()
-        total += shard_total * scale
-        # A shard of padding only has the maximum -inf and adds 0, not 0 * inf; of an infinite maximum the gap is NaN and stays.
-        dot += torch.where(scale == 0.0, 0.0, scale * (shard_dot + gap * shard_total))
-        picked += shard_picked
+def combine(sums_n4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logp [n], entropy [n] and (maximum, log total) [n, 2], float32, of `row_sums`, [n, 4]."""
+    top, total, dot, picked = sums_n4.unbind(-1)
     log_total = total.log()
     return (picked - top) - log_total, log_total - dot / total, torch.stack((top, log_total), dim=-1)
 
@@ -44,13 +35,17 @@ class FusedTokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
         """Return (logp, entropy), [n] float32 each; the arguments are those of `token_logprobs`."""
         sums = torch.empty(hidden.shape[0], 4, dtype=torch.float32, device=hidden.device)
+        shared = SharedRowSums(shard, weight.shape[0], hidden.shape[0], temperature, hidden.device) if shard.ranks > 1 else None
         logits: Tensor | None = None
         # The first chunk, which no other is larger than, comes last: then it can be kept without a second one beside it.
         for rows in reversed(row_chunks(hidden, weight)):
             logits = None  # the next chunk takes their memory
             logits = plain_logits(hidden[rows], weight)
-            sums[rows] = row_sums(logits, labels[rows], shard.start, shard.valid, temperature)
-        logp, entropy, norm = combine(shard.gather(sums))
+            if shared is None:
+                sums[rows] = row_sums(logits, labels[rows], shard.valid, temperature)
+            else:
+                shared.add(rows, logits, labels[rows])
+        logp, entropy, norm = combine(sums if shared is None else shared.result())
         ctx.save_for_backward(hidden, weight, labels, norm)
         ctx.first_logits = logits  # Where no gradient is wanted ctx has no owner, and they die with it.
         ctx.shard, ctx.temperature, ctx.weight_ref = shard, temperature, weight

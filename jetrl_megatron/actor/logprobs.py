@@ -36,20 +36,27 @@ class VocabShard:
     """First vocabulary id of this rank."""
     valid: int
     """Rows of this rank that are real tokens; what follows is padding."""
+    vocab_size: int
+    """Real tokens of all ranks."""
     group: Any
     """The tensor-parallel group, or None for one rank."""
 
+    @property
+    def ranks(self) -> int:
+        """How many share the vocabulary."""
+        return 1 if self.group is None else int(self.group.size())
+
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Combine over TP ranks in place."""
-        if self.group is not None and self.group.size() > 1:
+        if self.ranks > 1:
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return what each TP rank has, [R, *shape], in rank order."""
-        if self.group is None or self.group.size() == 1:
+        if self.ranks == 1:
             return tensor[None]
-        parts = tensor.new_empty(self.group.size() * tensor.shape[0], *tensor.shape[1:])
+        parts = tensor.new_empty(self.ranks * tensor.shape[0], *tensor.shape[1:])
         dist.all_gather_into_tensor(parts, tensor, group=self.group)
         return parts.view(-1, *tensor.shape)
 
@@ -57,7 +64,7 @@ class VocabShard:
 def vocab_shard(vocab_size: int, rows: int, rank: int, group: Any) -> VocabShard:
     """Return the shard of TP rank `rank` when every rank holds `rows` rows of a vocabulary of `vocab_size` real tokens."""
     start = rank * rows
-    return VocabShard(start=start, valid=min(max(vocab_size - start, 0), rows), group=group)
+    return VocabShard(start=start, valid=min(max(vocab_size - start, 0), rows), vocab_size=vocab_size, group=group)
 
 
 def plain_logits(hidden_nH: Tensor, weight_VH: Tensor) -> Tensor:

@@ -82,12 +82,12 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(case):
     logits = plain_logits(hidden[:1024], weight)
     dlogp = torch.linspace(-1, 1, 1024, device="cuda")
     span = (0, VOCAB)
-    together = combine(row_sums(logits, labels[:1024], *span, 0.6)[None])
+    together = combine(row_sums(logits, labels[:1024], VOCAB, 0.6))
     gradient = logit_gradient(logits, labels[:1024], together[2], dlogp, span, 0.6)
     for count in (1, 7, 64, 333):
         rows = slice(500, 500 + count)
         part = logits[rows].clone(), labels[rows].clone()
-        alone = combine(row_sums(*part, *span, 0.6)[None])
+        alone = combine(row_sums(*part, VOCAB, 0.6))
         assert all(torch.equal(a, b[rows]) for a, b in zip(alone, together, strict=True)), count
         assert torch.equal(logit_gradient(*part, alone[2], dlogp[rows].clone(), span, 0.6), gradient[rows]), count
         own = plain_logits(hidden[rows], weight)
@@ -178,7 +178,7 @@ def test_a_log_prob_is_vllms_bit_for_bit(width, valid, temperature):
 
     logits = torch.randn(64, width, device="cuda") * 4
     labels = torch.randint(valid, (64,), device="cuda")
-    ours = combine(row_sums(logits, labels, 0, valid, temperature)[None])[0]
+    ours = combine(row_sums(logits, labels, valid, temperature))[0]
     theirs = logits.clone()
     rows = torch.arange(64, device="cuda", dtype=torch.int32)
     apply_temperature(theirs[:, :valid], rows, torch.full((64,), temperature, device="cuda"))

@@ -5,7 +5,6 @@ Bounds are those of test_triton_logprobs.py.
 
 import math
 import weakref
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,21 +13,9 @@ pytest.importorskip("triton")
 
 from jetrl_megatron.actor import fused_logprobs, logprobs
 from jetrl_megatron.actor.fused_logprobs import FusedTokenLogprobs
-from jetrl_megatron.actor.logprobs import VocabShard, token_logprobs, vocab_shard
-from jetrl_megatron.actor.triton_logprobs import row_sums
+from jetrl_megatron.actor.logprobs import token_logprobs, vocab_shard
 from tests.unit.actor.test_triton_logprobs import DEVICE, assert_near
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneOfTwo(VocabShard):
-    """A shard whose other rank's sums are given."""
-
-    other: torch.Tensor
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's sums and the other's, in rank order."""
-        return torch.stack((tensor, self.other) if self.start == 0 else (self.other, tensor))
-
+from tests.unit.actor.vocab_ranks import on_ranks
 
 VALID, ROWS, WIDTH = 203, 256, 64
 
@@ -68,20 +55,19 @@ def test_two_ranks_give_the_gradient_of_one(case):
     hidden, weight, labels = case
     one = fused(hidden, weight, labels, vocab_shard(VALID, ROWS, 0, None))
     one[0].sum().backward()
-    halves = [weight.detach()[rank * 128 : (rank + 1) * 128].clone().requires_grad_() for rank in range(2)]
-    spans = [vocab_shard(VALID, 128, rank, None) for rank in range(2)]
-    sums = [row_sums(logprobs.plain_logits(hidden.detach(), w), labels, s.start, s.valid, 1.0) for w, s in zip(halves, spans, strict=True)]
-    dhidden = torch.zeros(37, WIDTH, device=DEVICE)
-    for rank in range(2):
+
+    def rank(shard):
         h = hidden.detach().clone().requires_grad_()
-        shard = OneOfTwo(start=spans[rank].start, valid=spans[rank].valid, group=None, other=sums[1 - rank])
-        logp, entropy = fused(h, halves[rank], labels, shard)
+        w = weight.detach()[shard.start : shard.start + 128].clone().requires_grad_()
+        logp, entropy = fused(h, w, labels, shard)
         assert_near((logp, entropy), (one[0].double(), one[1].double()))
         logp.sum().backward()
-        dhidden += h.grad.float()
+        return h.grad.float(), w.grad
+
+    found = on_ranks(VALID, 128, 2, rank)
     largest = float(hidden.grad.abs().max())
-    assert torch.allclose(dhidden, hidden.grad.float(), rtol=2**-6, atol=2**-7 * largest)
-    assert torch.allclose(torch.cat([w.grad for w in halves]), weight.grad, rtol=2**-6, atol=2**-7 * float(weight.grad.abs().max()))
+    assert torch.allclose(sum(dhidden for dhidden, _ in found), hidden.grad.float(), rtol=2**-6, atol=2**-7 * largest)
+    assert torch.allclose(torch.cat([dw for _, dw in found]), weight.grad, rtol=2**-6, atol=2**-7 * float(weight.grad.abs().max()))
 
 
 def test_the_weight_gradient_is_added_to_main_grad_once_a_backward(case):

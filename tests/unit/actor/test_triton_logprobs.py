@@ -1,4 +1,4 @@
-"""The Triton passes over the logits and their sums over ranks, against float64: values, gradients, shards, bits, NaN and Inf.
+"""The Triton passes over the logits, against float64: values, gradients, bits, NaN and Inf.
 
 Bounds, from FP32 arithmetic with unit 2^-24: a log-prob is off by its own rounding and that of its difference from the maximum,
 together 2^-23 |logp|, and by the relative error of the total, a few units for the sum of a block and one for each of the at most 5
@@ -28,7 +28,7 @@ def make(rows: int, width: int, valid: int, scale: float, seed: int = 0) -> tupl
 
 
 def one_rank(logits: torch.Tensor, labels: torch.Tensor, valid: int, temperature: float) -> tuple[torch.Tensor, ...]:
-    return combine(row_sums(logits, labels, 0, valid, temperature)[None])
+    return combine(row_sums(logits, labels, valid, temperature))
 
 
 def exact(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_values_are_those_of_float64(rows, width, valid, scale, temperature):
 
 def test_no_row():
     logits, labels = make(0, 203, 77, 1.0)
-    assert row_sums(logits, labels, 0, 77, 1.0).shape == (0, 4)
+    assert row_sums(logits, labels, 77, 1.0).shape == (0, 4)
     norm, none = logits.new_empty(0, 2), logits.new_empty(0)
     assert logit_gradient(logits, labels, norm, none, (0, 77), 1.0).shape == (0, 203)
 
@@ -84,7 +84,7 @@ def test_the_temperature_divides_the_logits(temperature):
     """On a GPU as vLLM's sampler divides, which rounds up to two units off; Triton's interpreter divides as torch does."""
     logits, labels = make(3, 1000, 1000, 8.0)
     divided = logits / torch.tensor(temperature, device=DEVICE)
-    got, want = row_sums(logits, labels, 0, 1000, temperature), row_sums(divided, labels, 0, 1000, 1.0)
+    got, want = row_sums(logits, labels, 1000, temperature), row_sums(divided, labels, 1000, 1.0)
     assert torch.equal(got, want) if DEVICE == "cpu" else torch.allclose(got, want, rtol=1e-4, atol=0.0)
 
 
@@ -114,42 +114,3 @@ def test_a_poisoned_logit_stays_visible_in_its_row_and_nowhere_else():
     whole = [3, 4, 6]
     assert_near((logp[whole], entropy[whole]), exact(logits[whole, :4999], labels[whole], 1.0))
     assert gradient[whole].isfinite().all() and torch.count_nonzero(gradient[:, 4999:]) == 0
-
-
-SHARDS = [(0, 2500), (2560, 2499), (5120, 0)]
-"""(start, valid) of three ranks of 2560 rows; the last holds padding only. Ids between valid rows and the next rank are not used."""
-
-
-def sharded(scale: float) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits of each rank, the labels, all valid logits side by side and the labels' places there."""
-    parts = [make(6, 2560, valid, scale, seed=i)[0] for i, (_, valid) in enumerate(SHARDS)]
-    whole = torch.cat([part[:, :valid] for part, (_, valid) in zip(parts, SHARDS, strict=True)], dim=1)
-    labels = torch.tensor([0, 2499, 2560, 5058, 17, 3000], device=DEVICE)
-    return parts, labels, whole, torch.where(labels < 2560, labels, labels - 60)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("scale", [4.0, 100.0])
-def test_ranks_together_are_the_whole_vocabulary(scale, temperature):
-    parts, labels, whole, places = sharded(scale)
-    sums = [row_sums(part, labels, *span, temperature) for part, span in zip(parts, SHARDS, strict=True)]
-    logp, entropy, norm = combine(torch.stack(sums))
-    want = exact(whole, places, temperature)
-    assert_near((logp, entropy), want)
-    dlogp = torch.linspace(-2, 2, 6, device=DEVICE)
-    got = [logit_gradient(p, labels, norm, dlogp, span, temperature) for p, span in zip(parts, SHARDS, strict=True)]
-    assert all(torch.count_nonzero(g[:, valid:]) == 0 for g, (_, valid) in zip(got, SHARDS, strict=True))
-    scaled = dlogp.double()[:, None] / temperature
-    wanted = (torch.nn.functional.one_hot(places, whole.shape[1]) - want[2]) * scaled
-    found = torch.cat([g[:, :valid] for g, (_, valid) in zip(got, SHARDS, strict=True)], dim=1).double()
-    assert ((found - wanted).abs() <= 2**-8 * wanted.abs() + 4e-6 * scaled.abs()).all()
-
-
-@pytest.mark.parametrize("poison", [NAN, INF])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_poisoned_rank_shows_on_all(rank, poison):
-    parts, labels, _, _ = sharded(4.0)
-    parts[rank][2, 9] = poison
-    sums = torch.stack([row_sums(part, labels, *span, 1.0) for part, span in zip(parts, SHARDS, strict=True)])
-    logp, entropy, _ = combine(sums)
-    assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False, False, False]
