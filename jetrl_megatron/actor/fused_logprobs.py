@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetrl_megatron.actor.logprobs import VocabShard, head_gradients, plain_logits, row_chunks
 from jetrl_megatron.actor.triton_logprobs import logit_gradient, row_sums
-from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums
+from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums, chunk_columns
 
 
 def combine(sums_n4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +38,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         shared = SharedRowSums(shard, weight.shape[0], hidden.shape[0], temperature, hidden.device) if shard.ranks > 1 else None
         logits: Tensor | None = None
         # The first chunk, which no other is larger than, comes last: then it can be kept without a second one beside it.
-        for rows in reversed(row_chunks(hidden, weight)):
+        for rows in reversed(row_chunks(hidden, chunk_columns(shard, weight.shape[0]))):
             logits = None  # the next chunk takes their memory
             logits = plain_logits(hidden[rows], weight)
             if shared is None:
@@ -61,7 +61,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
     """Write the gradient of the hidden states [n, H] and add that of the weight [V_r, H] float32."""
     hidden, weight, labels, norm = ctx.saved_tensors
-    for rows in row_chunks(hidden, weight):
+    for rows in row_chunks(hidden, chunk_columns(ctx.shard, weight.shape[0])):
         _backward_chunk(ctx, (hidden[rows], weight, labels[rows], norm[rows]), dlogp[rows], dhidden[rows], dweight)
 
 

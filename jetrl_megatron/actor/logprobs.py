@@ -82,10 +82,10 @@ def head_logits(hidden_nH: Tensor, weight_VH: Tensor, shard: VocabShard, tempera
     return logits
 
 
-def row_chunks(hidden_nH: Tensor, weight_VH: Tensor) -> list[slice]:
-    """Return the rows to process together: as many as make `CHUNK_ELEMENTS` logits."""
+def row_chunks(hidden_nH: Tensor, columns: int) -> list[slice]:
+    """Return the rows to process together: as many as make `CHUNK_ELEMENTS` logits of `columns` a row."""
     num_rows = hidden_nH.shape[0]
-    step = max(1, CHUNK_ELEMENTS[hidden_nH.device.type] // max(1, weight_VH.shape[0]))
+    step = max(1, CHUNK_ELEMENTS[hidden_nH.device.type] // max(1, columns))
     return [slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step)]
 
 
@@ -103,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor]:
         logp, entropy, norm = (hidden.new_empty(hidden.shape[0], dtype=torch.float64) for _ in range(3))
-        for rows in row_chunks(hidden, weight):
+        for rows in row_chunks(hidden, weight.shape[0]):
             logits = head_logits(hidden[rows], weight, shard, temperature)
             top = shard.reduce(logits.amax(-1), dist.ReduceOp.MAX)
             shifted = logits.double() - top.double()[:, None]
@@ -148,7 +148,7 @@ def head_gradients(
 def _backward_rows(ctx: Any, dlogp: Tensor, dhidden: Tensor, dweight: Tensor | None) -> None:
     """Write the gradient of the hidden states [n, H] and add that of the weight [V_r, H] float32, making each chunk's logits again."""
     hidden, weight, labels, norm = ctx.saved_tensors
-    for rows in row_chunks(hidden, weight):
+    for rows in row_chunks(hidden, weight.shape[0]):
         logits = head_logits(hidden[rows], weight, ctx.shard, ctx.temperature).double()
         dlogits = torch.exp(logits - norm[rows, None]).neg_()
         local = labels[rows] - ctx.shard.start

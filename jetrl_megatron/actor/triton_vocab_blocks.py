@@ -23,6 +23,16 @@ from jetrl_megatron.actor.triton_logprobs import SUMS_BLOCK, SUMS_WARPS, block_s
 _ROWS_A_PROGRAM = 128
 
 
+def lent_columns(shard: VocabShard, width: int) -> int:
+    """Return how many leading columns of a rank, which holds `width`, a rank before it may need."""
+    return max((min(width, -rank * width % SUMS_BLOCK) for rank in range(1, shard.ranks)), default=0)
+
+
+def chunk_columns(shard: VocabShard, width: int) -> int:
+    """Return the logits that a row takes on a rank: its own `width`, and where ranks share rows what all of them lend."""
+    return width + shard.ranks * lent_columns(shard, width)
+
+
 class SharedRowSums:
     """Collects the sums of rows whose columns R > 1 ranks hold; every rank makes the same calls.
 
@@ -41,8 +51,7 @@ class SharedRowSums:
         self._offset = -shard.start % SUMS_BLOCK
         self._begins = list(range(self._offset, shard.valid, SUMS_BLOCK))
         """Columns in which the blocks begin that this rank sums."""
-        self._lent = max(min(width, -rank * width % SUMS_BLOCK) for rank in range(1, shard.ranks))
-        """Leading columns of a rank that a rank before it may need."""
+        self._lent = lent_columns(shard, width)
         self._slots = -(-width // SUMS_BLOCK)
         self._peaks = torch.empty(num_rows, dtype=torch.float32, device=device)
         self._parts = torch.zeros(2 * self._slots + 1, num_rows, dtype=torch.float32, device=device)

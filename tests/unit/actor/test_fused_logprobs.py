@@ -51,7 +51,9 @@ def test_the_whole_function_is_the_reference(case, monkeypatch, temperature, row
     assert not entropy.requires_grad
 
 
-def test_two_ranks_give_the_gradient_of_one(case):
+@pytest.mark.parametrize("elements", [10 * ROWS, 1 << 20])
+def test_two_ranks_give_the_gradient_of_one(case, monkeypatch, elements):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", {DEVICE: elements})
     hidden, weight, labels = case
     one = fused(hidden, weight, labels, vocab_shard(VALID, ROWS, 0, None))
     one[0].sum().backward()

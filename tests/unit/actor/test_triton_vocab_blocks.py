@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from jetrl_megatron.actor.fused_logprobs import combine
 from jetrl_megatron.actor.triton_logprobs import logit_gradient, row_sums
-from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums
+from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums, chunk_columns
 from tests.unit.actor.test_triton_logprobs import DEVICE, INF, NAN
 from tests.unit.actor.vocab_ranks import on_ranks
 
@@ -82,3 +82,11 @@ def test_a_poisoned_rank_shows_on_all(column, poison):
     for sums in shared(logits, labels, layout, 1.0):
         logp, entropy, _ = combine(sums)
         assert logp.isnan().tolist() == entropy.isnan().tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "ranks", "columns"), [(151936, 152064, 1, 152064), (151936, 76032, 2, 76032 + 2 * 768), (49152, 24576, 2, 24576)]
+)
+def test_a_chunk_counts_what_is_borrowed(vocab, rows, ranks, columns):
+    """Qwen3 on one rank and on two, and SmolLM2, whose halves are whole blocks."""
+    assert on_ranks(vocab, rows, ranks, lambda shard: chunk_columns(shard, rows)) == [columns] * ranks
