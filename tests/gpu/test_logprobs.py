@@ -94,6 +94,30 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(case):
         print(count, "rows: share of the GEMM's logits that differ from those of 1024 rows:", float((own != logits[rows]).float().mean()))
 
 
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 76_032), (4, 38_016), (8, 19_072)])
+def test_rows_that_ranks_share_have_the_bits_of_one_rank(case, ranks, rows):
+    """Of the passes over the logits; how many of the GEMM's own logits differ on a shard is printed."""
+    from jetrl_megatron.actor.triton_logprobs import row_sums
+    from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums
+    from tests.unit.actor.vocab_ranks import on_ranks
+
+    hidden, weight, labels = case[0][:512], case[1], case[2][:512]
+    logits = plain_logits(hidden, weight)
+    one = row_sums(logits, labels, VOCAB, 0.6)
+    logits = torch.nn.functional.pad(logits, (0, ranks * rows - ROWS), value=torch.nan)
+
+    def rank(shard):
+        mine = logits[:, shard.start : shard.start + rows].contiguous()
+        own = plain_logits(hidden, weight[shard.start : shard.start + rows])
+        print(ranks, "ranks: share of the GEMM's logits that differ:", float((own != mine[:, : own.shape[1]]).float().mean()))
+        sums = SharedRowSums(shard, rows, 512, 0.6, logits.device)
+        for first in (256, 0):
+            sums.add(slice(first, first + 256), mine[first : first + 256], labels[first : first + 256])
+        return sums.result()
+
+    assert all(torch.equal(found, one) for found in on_ranks(VOCAB, rows, ranks, rank))
+
+
 def test_nothing_asks_the_device_and_no_more_than_a_chunk_is_held(case):
     hidden, weight, labels = case
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
