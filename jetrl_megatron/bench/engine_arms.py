@@ -103,7 +103,10 @@ def _say_why(arm: str, code: int, logs: Path) -> None:
         return
     where = ""
     if logs.is_dir():
-        where = f"; its engines' logs are in {shutil.copytree(logs, tempfile.mkdtemp(prefix='jetrl-bench-logs-'), dirs_exist_ok=True)}"
+        try:
+            where = f"; its engines' logs are in {shutil.copytree(logs, tempfile.mkdtemp(prefix='jetrl-bench-logs-'), dirs_exist_ok=True)}"
+        except OSError as error:  # a full disk may be what the arm failed for
+            where = f"; its engines' logs are gone, for they could not be copied: {error}"
     print(f"error: arm {arm} left without a result{where}", file=sys.stderr)
 
 

@@ -1,6 +1,7 @@
 """What `bench rollout` and `bench sync` measure without weight files: a directory that says which model, and an actor that draws it."""
 
 import argparse
+import errno
 import json
 import os
 import subprocess
@@ -121,6 +122,19 @@ def test_the_logs_of_an_arm_that_failed_outlive_its_folder(tmp_path, monkeypatch
         assert kept[0].read_text() == "out of memory"
     else:
         assert ("arm jetrl was stopped and has no result\n" if code == 0 else "arm jetrl left without a result\n") in said
+
+
+def test_an_arm_whose_logs_have_no_room_is_told_of_all_the_same(tmp_path, monkeypatch, capsys):
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "server0-start1.log").write_text("no room")
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(engine_arms.shutil, "copytree", full)
+    engine_arms._say_why("jetrl", 1, tmp_path / "engines")
+    said = capsys.readouterr().err
+    assert said.startswith("error: arm jetrl left without a result; its engines' logs are gone") and "No space left" in said
 
 
 def test_every_arm_is_prepared_before_the_first_starts(monkeypatch):
