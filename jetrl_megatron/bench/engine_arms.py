@@ -103,9 +103,11 @@ def _say_why(arm: str, code: int, logs: Path) -> None:
         return
     where = ""
     if logs.is_dir():
+        kept = tempfile.mkdtemp(prefix="jetrl-bench-logs-")
         try:
-            where = f"; its engines' logs are in {shutil.copytree(logs, tempfile.mkdtemp(prefix='jetrl-bench-logs-'), dirs_exist_ok=True)}"
+            where = f"; its engines' logs are in {shutil.copytree(logs, kept, dirs_exist_ok=True)}"
         except OSError as error:  # a full disk may be what the arm failed for
+            shutil.rmtree(kept)
             where = f"; its engines' logs are gone, for they could not be copied: {error}"
     print(f"error: arm {arm} left without a result{where}", file=sys.stderr)
 

@@ -132,9 +132,11 @@ def test_an_arm_whose_logs_have_no_room_is_told_of_all_the_same(tmp_path, monkey
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(engine_arms.shutil, "copytree", full)
+    monkeypatch.setattr(engine_arms.tempfile, "tempdir", str(tmp_path))
     engine_arms._say_why("jetrl", 1, tmp_path / "engines")
     said = capsys.readouterr().err
     assert said.startswith("error: arm jetrl left without a result; its engines' logs are gone") and "No space left" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["engines"]
 
 
 def test_every_arm_is_prepared_before_the_first_starts(monkeypatch):
