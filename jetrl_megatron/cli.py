@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        text = f"cannot write {error.filename or 'a file of the run'}: {error.strerror}"
+        text = f"cannot write {error.filename2 or error.filename or 'a file of the run'}: {error.strerror}"  # the second: of a copy
         return _end(f"{text}; free space there, or set another run.dir (TMPDIR for temporary files)", EXIT_FAILED)
 
 

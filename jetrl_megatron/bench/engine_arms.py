@@ -9,6 +9,7 @@ computes: no file holds them (but for transport `disk`, whose pushes are files),
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -82,9 +83,10 @@ def run_arms(
         for arm, recipe in recipes.items():
             out = Path(folder) / f"{arm}.json"
             num_processes = 1 if args.servers_only else count_processes(recipe, args.nproc)
-            code = launch(_worker_command(name, argv, f"{arm}:{out}", drawn), num_processes, recipe.run.grace_s)
+            command = _worker_command(name, argv, f"{arm}:{out}", drawn)
+            code = launch(command, num_processes, recipe.run.grace_s, resumes=False)
             if code != 0 or not out.is_file():
-                print(f"error: arm {arm} left without a result; its engines' logs are gone with its temporary folder", file=sys.stderr)
+                _say_why(arm, code, out.with_suffix("") / "engines")
                 return code or 1
             records.append({"bench": name, "arm": arm, **json.loads(out.read_text()), **asked})
             write_json(args.json, records[-1:])  # at once: a later arm may fail
@@ -92,6 +94,22 @@ def run_arms(
     columns = [column for column in records[0] if column not in asked]
     print_table(f"{name}: {Path(args.recipe).stem} {asked['model']} {asked['words']}", columns, records)
     return 0
+
+
+def _say_why(arm: str, code: int, logs: Path) -> None:
+    """Say that an arm has no result, and keep the logs of its engines where one may have failed: their folder is about to go."""
+    if code == 0:
+        print(f"error: arm {arm} was stopped and has no result", file=sys.stderr)
+        return
+    where = ""
+    if logs.is_dir():
+        kept = tempfile.mkdtemp(prefix="jetrl-bench-logs-")
+        try:
+            where = f"; its engines' logs are in {shutil.copytree(logs, kept, dirs_exist_ok=True)}"
+        except OSError as error:  # a full disk may be what the arm failed for
+            shutil.rmtree(kept)
+            where = f"; its engines' logs are gone, for they could not be copied: {error}"
+    print(f"error: arm {arm} left without a result{where}", file=sys.stderr)
 
 
 def _worker_command(name: str, argv: Sequence[str], worker: str, drawn: list[str]) -> list[str]:

@@ -3,7 +3,8 @@
 Enters: one call over `/collective_rpc`. Leaves: a model full of random canonical (Hugging Face) tensors, which take the way of a push's
 (written in place or through vLLM's loader), and the fingerprints of what was drawn, so that the pool verifies a server as behind a push.
 Codes use most of E4M3's range and matrices look trained: vLLM's own dummies are nearly zero, and zeros draw less power, so that a GPU
-clocks higher and its timings are too good. One seed gives one model on all workers of a kind of device.
+clocks higher and its timings are too good. One seed gives one model on all workers of a kind of device, and, but for the rounding to FP8,
+in all arms.
 Left out: parameters that are no canonical tensor. They are named in the answer, and whoever asked refuses them.
 """
 
@@ -26,7 +27,7 @@ NAME = f"{__name__}.RandomWeights"
 _CODE_STD, _CODE_MAX = 100.0, 448.0
 _SCALE = 2.0**-12
 """Of every block, for weights of a standard deviation of 0.024; a power of two is a scale in either format."""
-_STD = 0.02
+_STD = _CODE_STD * _SCALE
 """Of BF16 matrices."""
 
 

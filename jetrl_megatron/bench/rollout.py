@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from conversion.architecture import ModelArchitecture
 from conversion.layout import fp8_modules
@@ -73,8 +73,7 @@ def measure_servers(recipe: Recipe, args: argparse.Namespace) -> Record:
     """Let servers draw their weights, then draw round after round; there is no actor."""
     with servers_alone(recipe, args.nproc) as servers:
         servers.fill()
-        record = draw_rounds(servers.engine(), servers.arch, recipe.rollout.temperature, args)
-        servers.check_complete()
+        record = draw_rounds(servers.engine(), servers.arch, recipe.rollout.temperature, args, check=servers.check_complete)
         record |= place(recipe, servers.cfg, servers.arch, servers.device.type == "cuda", num_actors=0)
         return record | {"transport": "none", "weights": "random, no actor", "fp8_linears": len(servers.fp8)}
 
@@ -99,10 +98,11 @@ def draw_rounds(
     replica: tuple[int, int] = (0, 1),
     *,
     says: bool = True,
+    check: Callable[[], None] = lambda: None,
 ) -> Record:
     """Draw and time the rounds on servers that hold weights.
 
-    replica: which of how many replicas this rank draws for. says: whether it reports each round.
+    replica: which of how many replicas this rank draws for. says: whether it reports each round. check: called behind each, may raise.
     """
     params = SamplingParams(max_new_toks=args.new_toks, temperature=temperature)
     seconds = []
@@ -114,6 +114,7 @@ def draw_rounds(
         seconds.append(time.perf_counter() - start_s)
         if says:
             print(f"round {number + 1} of {args.warm_up_rounds + args.rounds}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+        check()
         assert [len(c.token_ids) for c in drawn] == [args.new_toks] * len(mine), "a completion has another length"
     rates = [args.prompts * args.new_toks / s for s in seconds[args.warm_up_rounds :]]
     return {

@@ -25,7 +25,7 @@ from jetrl_megatron.config import Engine, Recipe, VllmConfig, WeightLoad
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.loop.colocated import settle_vllm
-from jetrl_megatron.loop.vllm_setup import check_vllm, chosen_gpus, server_fp8, server_pool, server_spec
+from jetrl_megatron.loop.vllm_setup import check_servers, chosen_gpus, server_fp8, server_pool, server_spec
 from jetrl_megatron.rollout.fingerprint import algorithm_for
 from jetrl_megatron.rollout.published import Expected, Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
@@ -124,6 +124,19 @@ def check_servers_only(recipe: Recipe, args: argparse.Namespace) -> None:
             f"rollout.vllm.urls is {list(recipe.rollout.vllm.urls)} and --servers-only fills servers that it starts itself: remove "
             "rollout.vllm.urls and set rollout.vllm.servers, or leave --servers-only out"
         )
+    if args.nproc is not None and recipe.rollout.engine is not Engine.vllm_colocated:
+        raise ValueError(
+            f"--nproc is {args.nproc} and --servers-only builds no actor, whose processes it counts: leave it out and set "
+            "rollout.vllm.servers, or use rollout.engine=vllm_colocated, which has a server for each replica of the actor"
+        )
+    _num_replicas(recipe, args.nproc)
+
+
+def _num_replicas(recipe: Recipe, num_processes: int | None) -> int:
+    """Return the replicas of the actor that is not there; raises ValueError as `count_processes` does, where each has its server."""
+    if recipe.rollout.engine is not Engine.vllm_colocated:
+        return 1
+    return count_processes(recipe, num_processes) // (recipe.parallel.tp * recipe.parallel.pp)
 
 
 @contextmanager
@@ -136,11 +149,8 @@ def servers_alone(recipe: Recipe, num_processes: int | None) -> Iterator[Servers
     on_cuda = torch.cuda.is_available()
     source, run_dir = Path(recipe.model.path), Path(recipe.run.dir)
     arch = ModelArchitecture.from_hf_directory(source)
-    replicas = 1
-    if recipe.rollout.engine is Engine.vllm_colocated:
-        replicas = count_processes(recipe, num_processes) // (recipe.parallel.tp * recipe.parallel.pp)
-    cfg = replace(settle_vllm(recipe, replicas, on_cuda), max_restarts=0)
-    check_vllm(recipe, cfg, arch, on_cuda)
+    cfg = replace(settle_vllm(recipe, _num_replicas(recipe, num_processes), on_cuda), max_restarts=0)
+    check_servers(recipe, cfg, arch)
     gpus = chosen_gpus(cfg, 0) if on_cuda else [""] * cfg.num_servers
     # Nothing is sent, so that nothing is made ready for NCCL.
     spec = replace(server_spec(recipe, cfg, arch, on_cuda, run_dir), worker=NAME, transport="disk")

@@ -2,7 +2,7 @@
 
 Enters: a session with its actor. Leaves: `VllmEngine` and `Publisher`, parts of one rank; servers start at the first push. Whatever a user
 can have got wrong (version of vLLM, TP degree of the servers, GPUs, transport) fails here, on every rank, before a server is started.
-`server_spec`, `server_pool` and `chosen_gpus` need no actor: a bench of servers alone uses them too.
+`check_servers`, `server_spec`, `server_pool` and `chosen_gpus` need no actor: a bench of servers alone uses them too.
 """
 
 import logging
@@ -69,8 +69,7 @@ def build_vllm(recipe: Recipe, actor: Actor, run_dir: Path, source_dir: Path) ->
 def check_vllm(recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture, on_cuda: bool) -> None:
     """Raise ValueError where this machine, model or layout cannot have the servers of `cfg`, which `settle_vllm` gave."""
     assert cfg.transport is not None, "not settled"
-    fp8 = recipe.precision.rollout_linear is LinearPrecision.fp8
-    short = check_engine()
+    short = check_servers(recipe, cfg, arch)
     if cfg.transport is not Transport.disk and not (on_cuda and short == "0.26"):
         raise ValueError(
             f"rollout.vllm.transport is {cfg.transport.value}, which needs CUDA and vLLM 0.26; this is vLLM {short} on "
@@ -78,11 +77,18 @@ def check_vllm(recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture, on_cuda
         )
     if cfg.transport is not Transport.disk and cfg.urls:
         raise ValueError(f"rollout.vllm.urls needs rollout.vllm.transport=disk, not {cfg.transport.value}")
+
+
+def check_servers(recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture) -> str:
+    """Return the version of vLLM; raises ValueError where it or the model cannot have the servers of `cfg`, however filled."""
+    short = check_engine()
+    fp8 = recipe.precision.rollout_linear is LinearPrecision.fp8
     layout = ParallelLayout(tp=cfg.tp, row_parallel="k_split")
     try:
         check_layout(arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
     except ValueError as error:
         raise ValueError(f"rollout.vllm.tp is {cfg.tp}: {error}") from error
+    return short
 
 
 def _gpus(cfg: VllmConfig, actor: Actor, group: RunGroup, colocated: bool) -> list[str]:

@@ -63,10 +63,11 @@ def threads_per_process(num_processes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_processes)
 
 
-def launch(command: list[str], num_processes: int, grace_s: float) -> int:
+def launch(command: list[str], num_processes: int, grace_s: float, *, resumes: bool = True) -> int:
     """Run `command` once a rank and wait for all.
 
-    command: program and arguments. grace_s: the workers' own grace time after SIGTERM; this process waits ten seconds longer.
+    command: program and arguments. grace_s: the workers' own grace time after SIGTERM; this process waits ten seconds longer. resumes:
+    whether another start goes on from what the workers have saved; else they have no handler for a signal.
     Gives 0 when all workers gave 0 or were told to stop while starting, else the first failing worker's exit code, 1 for one that a
     signal ended.
     """
@@ -93,7 +94,7 @@ def launch(command: list[str], num_processes: int, grace_s: float) -> int:
             return 0
         if stop_asked_s:
             forward(signal.SIGTERM, None)
-        code = _wait(workers, stop_asked_s, grace_s + 10.0)
+        code = _wait(workers, stop_asked_s, grace_s + 10.0, resumes)
         del store  # it serves until here
         return code
     finally:
@@ -122,15 +123,16 @@ def _rendezvous(num_processes: int) -> tuple[Any, dict[str, str]]:
     return store, shared
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], stop_asked_s: list[float], limit_s: float) -> int:
+def _wait(workers: list[subprocess.Popen[bytes]], stop_asked_s: list[float], limit_s: float, resumes: bool) -> int:
     """Wait until all workers ended well, one failed, or a stop took longer than `limit_s`."""
     while True:
         codes = [worker.poll() for worker in workers]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         starting = [rank for rank, code in failed if code == -signal.SIGTERM]
         if starting and stop_asked_s:
-            # It had no handler yet, so no rank has begun a step: nothing is lost.
-            _say(f"stopped while rank {starting[0]} was starting; the next start goes on from the last checkpoint")
+            # One that resumes had no handler yet, so no rank has begun a step: nothing is lost.
+            early = f"while rank {starting[0]} was starting; the next start goes on from the last checkpoint"
+            _say(f"stopped {early if resumes else 'by a signal'}")
             return 0
         if failed:
             return _report_failure(workers, *failed[0])

@@ -88,6 +88,7 @@ def test_a_library_error_keeps_its_traceback(worker, monkeypatch):
         ),
         (OSError(errno.EDQUOT, "Quota exceeded"), "cannot write a file of the run: Quota exceeded; free space .*"),
         (OSError(errno.EROFS, "Read-only", "d"), "cannot write d: Read-only; .*"),
+        (OSError(errno.ENOSPC, "No space left", "a", None, "copy"), "cannot write copy: No space left; .*"),
     ],
     ids=str,
 )

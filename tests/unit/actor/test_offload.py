@@ -127,6 +127,91 @@ def test_a_checkpoint_of_one_kind_goes_on_as_the_other(one_layer_dir, first, sec
         assert same(want, got)
 
 
+class CountsByGroup(torch.optim.Optimizer):
+    """AdamW with one step counter a group, as Transformer Engine's and Apex's have."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["exp_avg"].lerp_(p.grad, 1.0 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1.0 - beta2)
+                root = (state["exp_avg_sq"] / (1.0 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+                p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1.0 - beta1 ** group["step"]))
+
+
+def counting_by_group(yes: bool) -> Any:
+    """Megatron with another Adam, as where Transformer Engine is installed."""
+    stack = ExitStack()
+    if yes:
+        for name in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"):
+            stack.enter_context(mock.patch(f"{name}.Adam", CountsByGroup))
+        stack.enter_context(mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False))
+    return stack
+
+
+def counters(state: dict[str, Any]) -> set[float]:
+    return {float(entry["step"]) for group in state["shards"][0]["groups"] for entry in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((HALF, True), (HALF, True)),
+        ((OPTIM, True), (HALF, True)),
+        ((OPTIM, False), (HALF, True)),
+        ((HALF, True), (OPTIM, False)),
+        ((OPTIM, True), (OFFLOADED, False)),
+    ],
+)
+def test_steps_are_counted_on_whether_by_parameter_or_by_group(one_layer_dir, first, second):
+    with counting_by_group(first[1]), trained(one_layer_dir, first[0], 2) as actor:
+        state = actor.state_dict()
+        for _ in range(2):
+            take_step(actor, few_batches(actor))
+        want = parameters(actor)
+    with counting_by_group(second[1]), trained(one_layer_dir, second[0], 2, state) as actor:
+        got = parameters(actor)
+        again = actor.optimizer.state_dict()
+        adams = getattr(actor.optimizer._parts()[0].optimizer, "sub_optimizers", [actor.optimizer._parts()[0].optimizer])
+        assert any(isinstance(adam, CountsByGroup) for adam in adams) == second[1]
+    assert counters(state["optimizer"]) == {2.0} and counters(again) == {4.0}
+    assert sum(int((want[n] != got[n]).sum()) for n in want) <= 1e-4 * sum(t.numel() for t in want.values())
+
+
+@pytest.mark.parametrize("optim", [OPTIM, HALF, OFFLOADED])
+@pytest.mark.parametrize("by_group", [False, True])
+def test_a_state_without_moments_takes_those_away_that_are_there(one_layer_dir, optim, by_group):
+    with counting_by_group(by_group), trained(one_layer_dir, optim, 0) as actor:
+        start, runs = actor.state_dict(), []
+        for _ in range(2):
+            actor.load_state_dict(start)
+            for _ in range(2):
+                take_step(actor, few_batches(actor))
+            runs.append(parameters(actor))
+            assert counters(actor.optimizer.state_dict()) == {2.0}
+    assert same(*runs)
+
+
+def test_a_counter_that_an_older_checkpoint_has_beside_a_groups_entries_is_found(one_layer_dir):
+    with counting_by_group(True), trained(one_layer_dir, OPTIM, 2) as actor:
+        state = actor.state_dict()
+    for group in state["optimizer"]["shards"][0]["groups"]:
+        (group["step"],) = {int(entry.pop("step")) for entry in group["params"]}
+    for by_group in (True, False):
+        with counting_by_group(by_group), trained(one_layer_dir, HALF, 1, state) as actor:
+            assert counters(actor.optimizer.state_dict()) == {3.0}
+
+
 def test_a_cpu_refuses_to_offload(one_layer_dir):
     refused = pytest.raises(ValueError, match=r"optim.offload_fraction is 1.0, but the actor runs on a CPU")
     with refused, single_rank_actor(one_layer_dir, PrecisionConfig(), optim=OFFLOADED):

@@ -1,6 +1,7 @@
 """What `bench rollout` and `bench sync` measure without weight files: a directory that says which model, and an actor that draws it."""
 
 import argparse
+import errno
 import json
 import os
 import subprocess
@@ -81,7 +82,8 @@ def test_drawn_parameters_are_finite_equal_in_equal_shapes_and_neutral_where_the
 def test_what_an_arm_measured_is_written_before_the_next_arm_starts(tmp_path, monkeypatch):
     started = []
 
-    def launch(command, num_processes, grace_s):
+    def launch(command, num_processes, grace_s, *, resumes):
+        assert not resumes
         arm, _, out = command[command.index("--worker") + 1].partition(":")
         started.append(arm)
         if arm == "bf16":
@@ -96,9 +98,50 @@ def test_what_an_arm_measured_is_written_before_the_next_arm_starts(tmp_path, mo
     assert started == ["jetrl", "bf16"] and (record["arm"], record["push_s"]) == ("jetrl", 0.5)
 
 
+@pytest.mark.parametrize(("code", "with_log"), [(3, True), (3, False), (0, True)])
+def test_the_logs_of_an_arm_that_failed_outlive_its_folder(tmp_path, monkeypatch, capsys, code, with_log):
+    folders = []
+
+    def launch(command, *rest, **options):
+        out = Path(command[command.index("--worker") + 1].partition(":")[2])
+        folders.append(out.parent)
+        if with_log:
+            (out.with_suffix("") / "engines").mkdir(parents=True)
+            (out.with_suffix("") / "engines" / "server0-start1.log").write_text("out of memory")
+        return code
+
+    monkeypatch.setattr(engine_arms, "launch", launch)
+    monkeypatch.setattr(engine_arms.tempfile, "tempdir", str(tmp_path))
+    argv = [TINY, "parallel.tp=1", "--nproc", "1", "--arms", "jetrl"]
+    assert run_arms("sync", parser("sync", "text"), argv, lambda session, args: {}) == (code or 1)
+    said = capsys.readouterr().err
+    kept = sorted(tmp_path.rglob("*.log"))
+    assert not folders[0].exists() and len(kept) == (code != 0 and with_log)
+    if kept:
+        assert f"arm jetrl left without a result; its engines' logs are in {kept[0].parent}\n" in said
+        assert kept[0].read_text() == "out of memory"
+    else:
+        assert ("arm jetrl was stopped and has no result\n" if code == 0 else "arm jetrl left without a result\n") in said
+
+
+def test_an_arm_whose_logs_have_no_room_is_told_of_all_the_same(tmp_path, monkeypatch, capsys):
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "server0-start1.log").write_text("no room")
+
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(engine_arms.shutil, "copytree", full)
+    monkeypatch.setattr(engine_arms.tempfile, "tempdir", str(tmp_path))
+    engine_arms._say_why("jetrl", 1, tmp_path / "engines")
+    said = capsys.readouterr().err
+    assert said.startswith("error: arm jetrl left without a result; its engines' logs are gone") and "No space left" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["engines"]
+
+
 def test_every_arm_is_prepared_before_the_first_starts(monkeypatch):
     done = []
-    monkeypatch.setattr(engine_arms, "launch", lambda command, *rest: done.append("launched") or 3)
+    monkeypatch.setattr(engine_arms, "launch", lambda command, *rest, **options: done.append("launched") or 3)
     argv = [TINY, "parallel.tp=1", "--nproc", "1", "--arms", "bf16", "jetrl"]
 
     def prepare(recipes, args):

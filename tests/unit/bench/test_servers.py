@@ -56,8 +56,24 @@ def test_drawn_tensors_have_the_bits_of_trained_ones(family):
             assert name.removesuffix(SCALE_SUFFIX) in fp8
         else:
             assert tensor.dtype is torch.bfloat16
-            wanted = (0.0, 0.02) if tensor.dim() == 2 else (0.0, 0.0) if name.endswith("bias") else (1.0, 0.0)
+            wanted = (0.0, 0.0244) if tensor.dim() == 2 else (0.0, 0.0) if name.endswith("bias") else (1.0, 0.0)
             assert (float(x.mean()), float(x.std())) == pytest.approx(wanted, abs=1e-3), name
+
+
+def test_the_arms_hold_the_same_values_but_for_the_rounding_to_fp8():
+    tensors, arch = drawn()
+    plain = dict(random_tensors(arch, frozenset(), CPU, 0))
+    codes = set()
+    for name, wanted in plain.items():
+        got = tensors[name].float()
+        if tensors[name].dtype is torch.float8_e4m3fn:
+            codes |= set(tensors[name].view(torch.uint8).flatten().tolist())
+            scale = float(tensors[name + SCALE_SUFFIX].unique())
+            error = (got * scale - wanted.float().clamp(-448 * scale, 448 * scale)).abs()
+            assert bool((error <= wanted.float().abs() / 16 + 2.0**-10 * scale).all()), name
+        else:
+            assert torch.equal(tensors[name], wanted), name
+    assert len(codes) > 240 and not codes & {0x7F, 0xFF}, "finite codes, nearly all of the 254"
 
 
 def test_one_seed_gives_one_model_and_no_two_tensors_alike():
@@ -186,6 +202,11 @@ def test_a_server_that_holds_something_else_than_it_has_drawn_is_refused(tmp_pat
             ["rollout.engine=vllm_pool", "rollout.vllm.urls=['http://a:1']"],
             r"rollout\.vllm\.urls is \['http://a:1'\] and --servers-only .*: remove rollout\.vllm\.urls",
         ),
+        (
+            ["--nproc", "3"],
+            "--nproc is 3 and --servers-only builds no actor, whose processes it counts: leave it out and set rollout.vllm.s",
+        ),
+        (["--nproc", "3", "rollout.engine=vllm_colocated", "rollout.vllm.tp=2"], r"3 processes \(--nproc\) do not divide into replicas"),
     ],
 )
 def test_what_servers_without_an_actor_cannot_do_is_refused_before_anything_starts(words, says, monkeypatch):
@@ -199,7 +220,9 @@ def test_what_servers_without_an_actor_cannot_do_is_refused_before_anything_star
 @pytest.mark.parametrize(("option", "number"), [(["--servers-only"], 1), ([], 2)])
 def test_servers_alone_are_the_business_of_one_process(option, number, monkeypatch):
     started = []
-    monkeypatch.setattr(engine_arms, "launch", lambda command, number, grace_s: started.append((number, "--servers-only" in command)) or 3)
+    monkeypatch.setattr(
+        engine_arms, "launch", lambda command, number, *rest, **options: started.append((number, "--servers-only" in command)) or 3
+    )
     assert rollout.main([TINY, "parallel.tp=2", *option]) == 3
     assert started == [(number, bool(option))]
 
@@ -231,10 +254,38 @@ def test_servers_alone_take_the_gpus_that_an_actor_would_have_or_the_first(words
         found.pool.ready()
 
 
+def test_servers_alone_need_no_way_for_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "config.json").write_text(json.dumps(config_of()))
+    words = ["rollout.engine=vllm_pool", "rollout.vllm.transport=nccl", "rollout.vllm.load=in_place"]
+    with servers_alone(load_recipe(TINY, [*words, f"model.path={tmp_path}", f"run.dir={tmp_path / 'run'}"]), None) as found:
+        assert found.cfg.num_servers == 1
+
+
+def test_a_server_that_is_lost_ends_the_bench_behind_the_round(tmp_path, monkeypatch):
+    found, _ = alone(tmp_path)
+    rounds = []
+
+    class Losing:
+        def generate(self, requests, params, seed):
+            rounds.append(seed)
+            if seed == 1:
+                found.pool._members[1].state = "lost"
+            return [SimpleNamespace(token_ids=[0] * params.max_new_toks) for _ in requests]
+
+    monkeypatch.setattr(rollout, "servers_alone", lambda recipe, nproc: nullcontext(found))
+    monkeypatch.setattr(found, "engine", Losing)
+    args = argparse.Namespace(nproc=None, new_toks=2, prompts=3, prompt_toks=4, rounds=5, warm_up_rounds=3)
+    with pytest.raises(RunFailure, match="1 of 2 servers are left"):
+        rollout.measure_servers(found.recipe, args)
+    assert rounds == [0, 1]
+
+
 def test_the_record_says_that_there_was_no_actor(tmp_path, monkeypatch):
     found, _ = alone(tmp_path, number=1)
     monkeypatch.setattr(rollout, "servers_alone", lambda recipe, nproc: nullcontext(found))
-    monkeypatch.setattr(rollout, "draw_rounds", lambda engine, arch, temperature, args: {"toks_a_s": 1.0})
+    monkeypatch.setattr(rollout, "draw_rounds", lambda engine, arch, temperature, args, check: {"toks_a_s": 1.0})
     monkeypatch.setattr("jetrl_megatron.rollout.compat.vllm_version", lambda: "0.30")
     record = rollout.measure_servers(found.recipe, argparse.Namespace(nproc=None))
     said = {key: record[key] for key in ("actors", "servers", "transport", "weights", "fp8_linears", "device")}

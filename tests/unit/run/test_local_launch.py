@@ -54,8 +54,9 @@ def test_told_to_stop_before_a_worker_is_there_it_starts_none(capfd, monkeypatch
     assert captured.out == "" and "stopped before anything was started" in captured.err
 
 
-def start_launcher(body: str, *, grace_s: float, num: int = 2) -> subprocess.Popen:
-    code = f"import sys; from jetrl_megatron.run.local_launch import launch; sys.exit(launch({python(body)!r}, {num}, {grace_s}))"
+def start_launcher(body: str, *, grace_s: float, num: int = 2, options: str = "") -> subprocess.Popen:
+    call = f"launch({python(body)!r}, {num}, {grace_s}{options})"
+    code = f"import sys; from jetrl_megatron.run.local_launch import launch; sys.exit({call})"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -74,13 +75,21 @@ def test_sigterm_reaches_every_rank_and_a_clean_stop_is_zero():
     assert (process.returncode, out, err) == (0, "stopping 0\n", "stopping 1\n")
 
 
-def test_a_stop_before_the_workers_can_handle_it_loses_nothing_and_is_zero():
-    process = start_launcher("print('ready', file=sys.stdout, flush=True); time.sleep(60)", grace_s=5.0, num=1)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "jetrl: stopped while rank 0 was starting; the next start goes on from the last checkpoint\n"),
+        (", resumes=False", "jetrl: stopped by a signal\n"),
+    ],
+)
+def test_a_stop_before_the_workers_can_handle_it_loses_nothing_and_is_zero(options, said):
+    body = "print('ready', file=sys.stdout, flush=True); time.sleep(60)"
+    process = start_launcher(body, grace_s=5.0, num=1, options=options)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "stopped while rank 0 was starting" in err
+    assert err == said
 
 
 def alive(pid: int) -> bool:
