@@ -88,6 +88,11 @@ def check_servers(recipe: Recipe, cfg: VllmConfig, arch: ModelArchitecture) -> s
         check_layout(arch, layout, fp8=fp8, bf16_layers=recipe.precision.bf16_layers)
     except ValueError as error:
         raise ValueError(f"rollout.vllm.tp is {cfg.tp}: {error}") from error
+    if arch.family == "qwen2" and arch.head_dim * arch.num_heads != arch.hidden_size:
+        raise ValueError(
+            f"the model's head_dim is {arch.head_dim}, with {arch.num_heads} heads and hidden_size {arch.hidden_size}: vLLM's qwen2 does "
+            f"not read head_dim and takes {arch.hidden_size // arch.num_heads}; use rollout.engine=local, or another head_dim"
+        )
     return short
 
 

@@ -97,16 +97,19 @@ def unlike_numerics(model_config: Any, on_cuda: bool) -> list[str]:
     return [f"{option} is {found} and must be {asked}" for option, found, asked in pairs if found != asked]
 
 
-def sleep_arguments(on_cuda: bool) -> list[str]:
-    """Return the words of a server's command line that make it release GPU memory when it sleeps; there are none on a CPU.
+def device_arguments(on_cuda: bool, sleeps: bool) -> list[str]:
+    """Return the words of a server's command line that depend on its device.
 
-    Read in both versions: `/sleep?level=2` pauses the scheduler and forgets prefixes, then each worker unmaps what was allocated for
-    weights and KV cache and keeps the addresses, so that captured graphs stay valid; the model's registered buffers (rope tables) are
-    copied to the host and back at the wake-up. `/wake_up?tags=weights` maps memory without content, `tags=kv_cache` the rest and resumes
-    scheduling. `/sleep?level=0` pauses the scheduler alone, `/wake_up?tags=scheduling` resumes it. The CPU worker answers the same calls,
-    the scheduler's state changes alike and nothing is released; the switch itself it refuses.
+    CPU: no prompt is computed in pieces; behind one vLLM 0.30 rewinds the request's generator, a CPU's cannot be, and the engine ends.
+    CUDA: one that `sleeps` releases GPU memory. Read in both versions: `/sleep?level=2` pauses the scheduler and forgets prefixes, then
+    each worker unmaps what was allocated for weights and KV cache and keeps the addresses, so that captured graphs stay valid; the model's
+    registered buffers (rope tables) are copied to the host and back at the wake-up. `/wake_up?tags=weights` maps memory without content,
+    `tags=kv_cache` the rest and resumes scheduling. `/sleep?level=0` pauses the scheduler alone, `/wake_up?tags=scheduling` resumes it. The
+    CPU worker answers the same calls, the scheduler's state changes alike and nothing is released; the switch itself it refuses.
     """
-    return ["--enable-sleep-mode"] if on_cuda else []
+    if not on_cuda:
+        return ["--no-enable-chunked-prefill"]
+    return ["--enable-sleep-mode"] if sleeps else []
 
 
 def engine_environment(on_cuda: bool, power_of_two_scales: bool) -> dict[str, str]:

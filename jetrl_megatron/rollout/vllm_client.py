@@ -115,7 +115,7 @@ class EngineClient:
         self._call("POST", "/wake_up?" + urlencode({"tags": "scheduling"}), None, timeout_s)
 
     def sleep(self, timeout_s: float) -> None:
-        """Give up requests that nobody waits for, admit no more, and release weights and KV cache (see compat.sleep_arguments)."""
+        """Give up requests that nobody waits for, admit no more, and release weights and KV cache (see compat.device_arguments)."""
         self._call("POST", "/sleep?" + urlencode({"level": 2, "mode": "abort"}), None, timeout_s)
 
     def wake(self, part: Literal["weights", "kv_cache"] | None, timeout_s: float) -> None:

@@ -22,11 +22,11 @@ from typing import BinaryIO
 
 from jetrl_megatron.failure import RunFailure
 from jetrl_megatron.rollout.compat import (
+    device_arguments,
     engine_environment,
     engine_numerics,
     request_fields,
     server_module,
-    sleep_arguments,
     vllm_version,
 )
 from jetrl_megatron.rollout.vllm_auth import KEY_VARIABLE
@@ -93,7 +93,7 @@ def server_command(spec: ServerSpec, model_dir: Path, port: int, with_weights: b
     words += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     words += ["--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching"]
     words += [] if with_weights else ["--load-format", "dummy"]
-    words += sleep_arguments(spec.on_cuda) if spec.sleeps else []
+    words += device_arguments(spec.on_cuda, spec.sleeps)
     if spec.transport == "nccl":
         words += ["--weight-transfer-config", json.dumps({"backend": IN_PLACE if spec.in_place else "nccl"})]
     return words if spec.cuda_graphs else [*words, "--enforce-eager"]

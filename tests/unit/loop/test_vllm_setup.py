@@ -1,6 +1,7 @@
 """Which GPUs servers get, and what NCCL cannot join."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_a_tp_degree_that_the_model_cannot_be_cut_by_is_refused_by_its_key(monke
     check_vllm(Recipe(), VllmConfig(tp=2, transport=Transport.disk), arch, on_cuda=False)
     with pytest.raises(ValueError, match=r"rollout\.vllm\.tp is 3: tp=3 is illegal for this model: .*; TP degrees that work: 1, 2"):
         check_vllm(Recipe(), VllmConfig(tp=3, transport=Transport.disk), arch, on_cuda=False)
+
+
+def test_heads_that_vllms_qwen2_cannot_have_are_refused(monkeypatch):
+    monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
+    disk = VllmConfig(transport=Transport.disk)
+    own = ModelArchitecture.from_hf_config(tiny_config("qwen2").to_dict())
+    assert own.head_dim * own.num_heads == own.hidden_size
+    check_vllm(Recipe(), disk, own, on_cuda=False)
+    check_vllm(Recipe(), disk, replace(own, family="llama", head_dim=2 * own.head_dim), on_cuda=False)
+    with pytest.raises(
+        ValueError, match=rf"head_dim is {2 * own.head_dim}, with .*: vLLM's qwen2 .* takes {own.head_dim}; use rollout.engine=local"
+    ):
+        check_vllm(Recipe(), disk, replace(own, head_dim=2 * own.head_dim), on_cuda=False)
 
 
 @pytest.mark.parametrize("gib", [0.0, -1.0, 1e-10, float("inf"), float("nan")])

@@ -223,9 +223,10 @@ def test_a_servers_workers_are_the_runs_unless_another_class_is_named():
 
 
 @pytest.mark.parametrize(("sleeps", "on_cuda", "there"), [(True, True, True), (True, False, False), (False, True, False)])
-def test_sleep_mode_is_asked_for_where_it_can_release_something(sleeps, on_cuda, there):
+def test_sleep_mode_is_asked_for_where_it_can_release_something_and_prompts_stay_whole_on_a_cpu(sleeps, on_cuda, there):
     words = server_command(replace(SPEC, sleeps=sleeps, on_cuda=on_cuda), Path("model"), 1234, with_weights=True)
     assert ("--enable-sleep-mode" in words) == there
+    assert ("--no-enable-chunked-prefill" in words) == (not on_cuda)
 
 
 @pytest.mark.parametrize(
