@@ -4,6 +4,7 @@
 
 Enters: the server's command line; standard input is a pipe that only the run holds open. Leaves: the server's exit code. When the pipe ends
 (the run has closed it, or has died in whatever way) or the server's first process ends, the guard kills the server's whole session.
+A server that is killed leaves its sockets and rendezvous files: it has a folder of its own for what is temporary, which goes with it.
 """
 
 import os
@@ -11,8 +12,11 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 
 _POLL_S = 0.2
+_SOCKET_FOLDER_CHARS = 70
+"""A socket's path has at most 107 characters, of which vLLM's name takes 37."""
 
 
 def guard(command: list[str], watched_fd: int) -> int:
@@ -20,16 +24,20 @@ def guard(command: list[str], watched_fd: int) -> int:
 
     The process id of the server goes to standard output as one line.
     """
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
-    print(server.pid, flush=True)
-    try:
-        while server.poll() is None:
-            readable, _, _ = select.select([watched_fd], [], [], _POLL_S)
-            if readable and not os.read(watched_fd, 1):
-                break
-    finally:
-        _kill_session(server.pid)
-        server.wait()
+    with tempfile.TemporaryDirectory(prefix="jetrl-", ignore_cleanup_errors=True) as temporary:
+        environment = {**os.environ, "TMPDIR": temporary}
+        if len(temporary) > _SOCKET_FOLDER_CHARS:
+            environment.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())  # where its sockets would be otherwise, and stay
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+        print(server.pid, flush=True)
+        try:
+            while server.poll() is None:
+                readable, _, _ = select.select([watched_fd], [], [], _POLL_S)
+                if readable and not os.read(watched_fd, 1):
+                    break
+        finally:
+            _kill_session(server.pid)
+            server.wait()
     return server.returncode
 
 
