@@ -1,4 +1,5 @@
-"""What a process of the push tests does: the actor pushes to a real server, draws greedily, changes its weights and pushes again."""
+"""What a process of the push tests does, on GPUs and on CPUs: the actor pushes to a real server, draws greedily, changes its weights and
+pushes again."""
 
 from pathlib import Path
 from typing import Any
