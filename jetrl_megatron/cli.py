@@ -26,6 +26,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """What the system says where nothing more can be written: no fault of this code."""
+_LEFT = "Connection closed by peer"
+"""What gloo says on a rank that waits for one that is gone."""
 MAX_CPU_PROCESSES = 64
 """Started here on a machine without GPUs: each is a Python process with torch, about half a gigabyte."""
 
@@ -37,21 +39,22 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="run a recipe; resumes by itself from its run directory")
     train.add_argument("recipe", help="a YAML file, for example recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, for example run.steps=10 data.train=[gsm8k]")
+    example = "recipe keys, for example run.steps=10 data.train=[gsm8k]"
+    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=example)
     train.add_argument("--nproc", type=int, help="processes on this machine; default: its GPUs, or tp * pp on a CPU")
     train.add_argument("--json", action="store_true", help="print records as JSON, one a line")
     train.set_defaults(call=_train)
 
     evaluate = commands.add_parser("eval", help="pass@1 and avg@k of a model on a benchmark")
     evaluate.add_argument("model", help="a run directory or a Hugging Face directory")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, for example eval.samples=8")
+    evaluate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="recipe keys, for example eval.samples=8")
     evaluate.add_argument("--data", action="append", required=True, metavar="NAME_OR_FILE", help="may be given several times")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object for each data set")
     evaluate.set_defaults(call=_evaluate)
 
     flow = commands.add_parser("flow", help="every operator of the vLLM engine against the actor's; exit code 1 where one differs")
     flow.add_argument("recipe", help="a YAML file; both engines run on one device whatever its layout")
-    flow.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys, for example model.path=DIR")
+    flow.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="recipe keys, for example model.path=DIR")
     flow.add_argument("--prompts", type=int, default=4, help="prompts of data.train")
     flow.add_argument("--new-toks", type=int, default=64, help="tokens drawn for each")
     flow.add_argument("--json", action="store_true", help="print one JSON object for each operator")
@@ -77,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(str(error), EXIT_USAGE)
     except RunFailure as error:
         return _end(str(error), EXIT_FAILED)
+    except RuntimeError as error:
+        if _LEFT not in str(error):
+            raise
+        return _end("another rank has left; what it said says why", EXIT_FAILED)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

@@ -39,8 +39,9 @@ def parser(name: str, what: str) -> argparse.ArgumentParser:
     """Return the parser with the options that both commands have."""
     options = argparse.ArgumentParser(prog=f"jetrl bench {name}", description=what)
     options.add_argument("recipe", help="a YAML file; its rollout.engine=vllm_colocated stands, any other becomes vllm_pool")
-    options.add_argument("overrides", nargs="*", metavar="key=value")
-    options.add_argument("--arms", nargs="+", default=["jetrl", "bf16"], choices=["jetrl", "bf16", "fp8_rollout"])
+    options.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="recipe keys, for example parallel.tp=1")
+    arms = ["jetrl", "bf16", "fp8_rollout"]
+    options.add_argument("--arms", nargs="+", default=arms[:2], choices=arms, help="one after the other; default: jetrl bf16")
     options.add_argument("--model", choices=sorted(MODELS), help="random weights of this shape; default: model.path, or model.synthetic")
     options.add_argument("--layers", type=positive, help="of --model; default: the model's")
     options.add_argument("--nproc", type=int, help="processes of the actor; default as in jetrl train")

@@ -200,7 +200,7 @@ def summarize(model: str, records: list[dict[str, object]]) -> list[dict[str, ob
 
 def main(argv: list[str]) -> int:
     """Run the command; argv as in `--help`. Returns 0, or 1 where a check fails."""
-    parser = argparse.ArgumentParser(prog="bench linear", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="jetrl bench linear", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="default: all")
     parser.add_argument("--toks", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=20)

@@ -151,7 +151,7 @@ def _compared(part: object) -> bool:
 
 def main(argv: list[str]) -> int:
     """Run the command; argv as in `--help`. Returns 0, or 1 where a byte differs."""
-    parser = argparse.ArgumentParser(prog="bench quant", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="jetrl bench quant", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", metavar="RxC", help=f"default: {', '.join(DEFAULT_SHAPES)}")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", default="", metavar="FILE", help="append one object a line")

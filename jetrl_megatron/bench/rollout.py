@@ -33,11 +33,11 @@ from jetrl_megatron.rollout.engine import Request, RolloutEngine
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     options = parser("rollout", "Rollout throughput of the vLLM servers, FP8 against BF16.")
-    options.add_argument("--prompts", type=positive, default=256)
-    options.add_argument("--prompt-toks", type=positive, default=512)
-    options.add_argument("--new-toks", type=positive, default=512)
-    options.add_argument("--rounds", type=positive, default=3, help="counted rounds")
-    options.add_argument("--warm-up-rounds", type=positive, default=3, help="rounds before them")
+    options.add_argument("--prompts", type=positive, default=256, help="of one round, all at once; default: %(default)s")
+    options.add_argument("--prompt-toks", type=positive, default=512, help="tokens of each prompt, random ones; default: %(default)s")
+    options.add_argument("--new-toks", type=positive, default=512, help="tokens drawn for each; default: %(default)s")
+    options.add_argument("--rounds", type=positive, default=3, help="counted rounds; default: %(default)s")
+    options.add_argument("--warm-up-rounds", type=positive, default=3, help="rounds before them; default: %(default)s")
     options.add_argument(
         "--pushes", type=positive, help="then time this many weight pushes as bench sync does, without another start of the servers"
     )
@@ -51,8 +51,15 @@ def main(argv: Sequence[str]) -> int:
 def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     """Compile the kernels of the arms' FP8 linears, where asked for.
 
-    Raises ValueError where there is no CUDA device for them, and for what `--servers-only` does not go with.
+    Raises ValueError where there is no CUDA device for them, for sequences that the model has no positions for, and for what
+    `--servers-only` does not go with.
     """
+    length, positions = args.prompt_toks + args.new_toks, architecture_of(recipes[0].model).max_positions
+    if length > positions:
+        raise ValueError(
+            f"--prompt-toks {args.prompt_toks} and --new-toks {args.new_toks} make {length} tokens and the model has {positions} "
+            "positions: lower one of them"
+        )
     if args.servers_only:
         check_servers_only(recipes[0], args)
     in_fp8 = [recipe for recipe in recipes if recipe.precision.rollout_linear is LinearPrecision.fp8]

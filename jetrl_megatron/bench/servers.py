@@ -124,6 +124,10 @@ def check_servers_only(recipe: Recipe, args: argparse.Namespace) -> None:
             f"rollout.vllm.urls is {list(recipe.rollout.vllm.urls)} and --servers-only fills servers that it starts itself: remove "
             "rollout.vllm.urls and set rollout.vllm.servers, or leave --servers-only out"
         )
+    if recipe.rollout.vllm.load is WeightLoad.in_place and not torch.cuda.is_available():
+        raise ValueError(
+            "rollout.vllm.load is in_place, and on a CPU vLLM multiplies by packed copies of its weights: use rollout.vllm.load=reload"
+        )
     if args.nproc is not None and recipe.rollout.engine is not Engine.vllm_colocated:
         raise ValueError(
             f"--nproc is {args.nproc} and --servers-only builds no actor, whose processes it counts: leave it out and set "

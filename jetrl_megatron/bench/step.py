@@ -144,15 +144,15 @@ def _arms(names: list[str]) -> dict[str, PrecisionConfig]:
 def main(argv: list[str]) -> int:
     """Time every arm and print the table on rank 0; returns 0."""
     parser = argparse.ArgumentParser(prog="jetrl bench step", description="The actor's update step, BF16 against FP8.")
-    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b", help="whose shape; default: %(default)s")
     parser.add_argument("--layers", type=positive, help="default: the model's")
-    parser.add_argument("--tokens", type=positive, default=8192, help="packed tokens of one micro-batch")
-    parser.add_argument("--seqs", type=positive, default=1, help="sequences in a micro-batch")
-    parser.add_argument("--micro-batches", type=positive, default=2)
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--tokens", type=positive, default=8192, help="packed tokens of one micro-batch; default: %(default)s")
+    parser.add_argument("--seqs", type=positive, default=1, help="sequences in a micro-batch; default: %(default)s")
+    parser.add_argument("--micro-batches", type=positive, default=2, help="of one update, on each data-parallel rank; default: %(default)s")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; for more than one rank in all run it under torchrun")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--recompute", choices=[kind.value for kind in Recompute], default="none", help="what the backward makes again")
-    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--repeats", type=positive, default=5, help="updates that count, behind two that do not; default: %(default)s")
     parser.add_argument("--offload-fraction", type=float, default=0.0, metavar="SHARE", help="of the optimizer's state, on the host")
     parser.add_argument(
         "--no-optimizer", action="store_true", help="leave it out: its state has no room, update_ms is the rest of an update"
@@ -160,7 +160,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--arms", nargs="+", default=["bf16", "jetrl"], metavar="ARM", help="bf16, jetrl, jetrl+wgrad_granularity=groups, ..."
     )
-    parser.add_argument("--json", default="", metavar="FILE")
+    parser.add_argument("--json", default="", metavar="FILE", help="append one JSON object a line")
     args = parser.parse_args(argv)
     arms = _arms(args.arms)
     require_cuda("bench step")

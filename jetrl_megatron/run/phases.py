@@ -1,7 +1,8 @@
 """Seconds of each phase of a step, measured on the host clock.
 
 Enters: `with phases("rollout"):` around the work. Leaves: `phases.take()`, seconds by name since the last take, plus "total". A phase
-entered inside another counts only for the inner one, so the named seconds never overlap and never exceed the total. On a device that works
+entered inside another counts only for the inner one, and all of an evaluation for `eval`, so the named seconds never overlap and never
+exceed the total. On a device that works
 behind the host, `synchronize` is called at both ends of a phase, or the time would land in whichever phase waits first.
 """
 
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 
 PHASES = ("rollout", "reward", "reference", "logprobs", "update", "quantise", "draw_wait", "sync", "save", "eval")
 """Names, in the order of a step and of every table. rollout: a draw in the foreground. draw_wait: waiting for the one beside the update."""
+_WHOLE = "eval"
+"""It draws and scores as a step does, and is no part of one."""
 BESIDE = "draw"
 """In a step's seconds: of the draw of the next step that ran beside this one. Not a phase: it overlaps them, waiting included."""
 
@@ -55,5 +58,6 @@ class Phases:
             self._synchronize()
         now = self._clock()
         if self._open:
-            self._seconds[self._open[-1]] = self._seconds.get(self._open[-1], 0.0) + now - self._mark
+            name = _WHOLE if _WHOLE in self._open else self._open[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - self._mark
         self._mark = now

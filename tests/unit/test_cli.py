@@ -82,6 +82,7 @@ def test_a_library_error_keeps_its_traceback(worker, monkeypatch):
     ("error", "line"),
     [
         (RunFailure("all samples failed"), "all samples failed"),
+        (RuntimeError("[gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:7"), "another rank has left; what it said says why"),
         (
             OSError(errno.ENOSPC, "No space left", "d/actor.pt"),
             "cannot write d/actor.pt: No space left; free space there, or .* run.dir .*",
@@ -150,3 +151,12 @@ def test_bench_gets_its_own_words(monkeypatch):
     monkeypatch.setitem(sys.modules, "jetrl_megatron.bench.__main__", module)
     assert cli.main(["bench", "quant", "--json", "x.jsonl"]) == 0
     assert got == ["quant", "--json", "x.jsonl"]
+
+
+def test_bench_without_a_name_says_which_there_are(capsys):
+    from jetrl_megatron.bench.__main__ import COMMANDS
+
+    for words, code in ((["bench", "--help"], 0), (["bench"], 2), (["bench", "nothing"], 2)):
+        assert cli.main(words) == code
+        said = capsys.readouterr()
+        assert all(f"  {name} " in (said.err if code else said.out) for name in COMMANDS)

@@ -16,6 +16,10 @@ from jetrl_megatron.load import load_recipe
 TINY = "recipes/grpo-tiny-1n2p-tp2pp1-jetrl.yaml"
 
 
+def asked_for(precompile: bool) -> argparse.Namespace:
+    return argparse.Namespace(precompile=precompile, servers_only=False, prompt_toks=8, new_toks=8)
+
+
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_one_rank_has_the_shapes_of_the_model(model):
     arch = architecture(model, 2)
@@ -51,14 +55,14 @@ def test_only_an_arm_with_fp8_servers_compiles_and_only_where_asked(monkeypatch)
     monkeypatch.setattr(rollout, "precompile", lambda linears: compiled.append(linears) or 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for arm, asked in (("bf16", True), ("jetrl", False), ("jetrl", True), ("fp8_rollout", True)):
-        rollout.prepare([load_recipe(TINY, [f"precision.arm={arm}"])], argparse.Namespace(precompile=asked, servers_only=False))
+        rollout.prepare([load_recipe(TINY, [f"precision.arm={arm}"])], asked_for(asked))
     assert len(compiled) == 2 and sorted(compiled[0]) == [(256, 512), (1024, 256)]
     arms = [load_recipe(TINY, [f"precision.arm={arm}"]) for arm in ("bf16", "jetrl", "fp8_rollout")]
-    rollout.prepare(arms, argparse.Namespace(precompile=True, servers_only=False))
+    rollout.prepare(arms, asked_for(True))
     assert len(compiled) == 3, "two FP8 arms have one model: its kernels are compiled once"
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="bench rollout --precompile times CUDA kernels and torch sees no CUDA device"):
-        rollout.prepare([load_recipe(TINY, ["precision.arm=jetrl"])], argparse.Namespace(precompile=True, servers_only=False))
+        rollout.prepare([load_recipe(TINY, ["precision.arm=jetrl"])], asked_for(True))

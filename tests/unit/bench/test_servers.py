@@ -206,6 +206,14 @@ def test_a_server_that_holds_something_else_than_it_has_drawn_is_refused(tmp_pat
             ["--nproc", "3"],
             "--nproc is 3 and --servers-only builds no actor, whose processes it counts: leave it out and set rollout.vllm.s",
         ),
+        (
+            ["--prompt-toks", "2000", "--new-toks", "49"],
+            r"--new-toks 49 make 2049 tokens and the model has \d+ positions",
+        ),
+        (
+            ["rollout.vllm.transport=ipc", "rollout.vllm.load=in_place"],
+            r"in_place, and on a CPU .*: use rollout\.vllm\.load=reload",
+        ),
         (["--nproc", "3", "rollout.engine=vllm_colocated", "rollout.vllm.tp=2"], r"3 processes \(--nproc\) do not divide into replicas"),
     ],
 )
@@ -258,7 +266,7 @@ def test_servers_alone_need_no_way_for_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
-    words = ["rollout.engine=vllm_pool", "rollout.vllm.transport=nccl", "rollout.vllm.load=in_place"]
+    words = ["rollout.engine=vllm_pool", "rollout.vllm.transport=nccl"]
     with servers_alone(load_recipe(TINY, [*words, f"model.path={tmp_path}", f"run.dir={tmp_path / 'run'}"]), None) as found:
         assert found.cfg.num_servers == 1
 

@@ -88,6 +88,20 @@ def test_phases_never_overlap_and_a_take_starts_anew():
         pass
 
 
+def test_all_of_an_evaluation_is_one_phase():
+    now = [0.0]
+    phases = Phases(clock=lambda: now[0])
+    with phases("eval"):
+        now[0] += 1.0
+        with phases("rollout"):
+            now[0] += 2.0
+        with phases("reward"):
+            now[0] += 4.0
+    with phases("rollout"):
+        now[0] += 8.0
+    assert phases.take() == {"rollout": 8.0, "eval": 7.0, "total": 15.0}
+
+
 def test_phases_wait_for_the_device_at_both_ends():
     now, calls = [0.0], []
 
