@@ -24,6 +24,7 @@ from jetrl_megatron.cli import count_processes
 from jetrl_megatron.config import Engine, Recipe, VllmConfig, WeightLoad
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.failure import RunFailure
+from jetrl_megatron.layout import architecture_of
 from jetrl_megatron.loop.colocated import settle_vllm
 from jetrl_megatron.loop.vllm_setup import check_servers, chosen_gpus, server_fp8, server_pool, server_spec
 from jetrl_megatron.rollout.fingerprint import algorithm_for
@@ -133,14 +134,20 @@ def check_servers_only(recipe: Recipe, args: argparse.Namespace) -> None:
             f"--nproc is {args.nproc} and --servers-only builds no actor, whose processes it counts: leave it out and set "
             "rollout.vllm.servers, or use rollout.engine=vllm_colocated, which has a server for each replica of the actor"
         )
-    _num_replicas(recipe, args.nproc)
+    _settled(recipe, architecture_of(recipe.model), args.nproc)
 
 
-def _num_replicas(recipe: Recipe, num_processes: int | None) -> int:
-    """Return the replicas of the actor that is not there; raises ValueError as `count_processes` does, where each has its server."""
-    if recipe.rollout.engine is not Engine.vllm_colocated:
-        return 1
-    return count_processes(recipe, num_processes) // (recipe.parallel.tp * recipe.parallel.pp)
+def _settled(recipe: Recipe, arch: ModelArchitecture, num_processes: int | None) -> tuple[VllmConfig, list[str]]:
+    """Return the servers' settings and CUDA_VISIBLE_DEVICES of each, empty on a CPU.
+
+    num_processes: see `servers_alone`. Raises ValueError for servers that this machine or model cannot have.
+    """
+    replicas, on_cuda = 1, torch.cuda.is_available()
+    if recipe.rollout.engine is Engine.vllm_colocated:
+        replicas = count_processes(recipe, num_processes) // (recipe.parallel.tp * recipe.parallel.pp)
+    cfg = replace(settle_vllm(recipe, replicas, on_cuda), max_restarts=0)
+    check_servers(recipe, cfg, arch)
+    return cfg, chosen_gpus(cfg, 0) if on_cuda else [""] * cfg.num_servers
 
 
 @contextmanager
@@ -153,9 +160,7 @@ def servers_alone(recipe: Recipe, num_processes: int | None) -> Iterator[Servers
     on_cuda = torch.cuda.is_available()
     source, run_dir = Path(recipe.model.path), Path(recipe.run.dir)
     arch = ModelArchitecture.from_hf_directory(source)
-    cfg = replace(settle_vllm(recipe, _num_replicas(recipe, num_processes), on_cuda), max_restarts=0)
-    check_servers(recipe, cfg, arch)
-    gpus = chosen_gpus(cfg, 0) if on_cuda else [""] * cfg.num_servers
+    cfg, gpus = _settled(recipe, arch, num_processes)
     # Nothing is sent, so that nothing is made ready for NCCL.
     spec = replace(server_spec(recipe, cfg, arch, on_cuda, run_dir), worker=NAME, transport="disk")
     pool = server_pool(recipe, cfg, arch, spec, gpus, source)

@@ -128,8 +128,7 @@ class ServerPool:
             if member.client.healthy():
                 _LOG.warning("engine server %d failed a request and lives: %s", number, cause)
                 return
-            _LOG.warning("engine server %d is gone (%s); it is restarted", number, cause)
-            self._restart(member)
+            self._restart(member, f" ({cause})")
 
     def start(self, published: Published) -> list[EngineClient]:
         """Start the servers that do not run yet and wait for those that are coming back; returns the live ones, not yet verified."""
@@ -180,16 +179,18 @@ class ServerPool:
         try:
             work()
         except ServerGone as cause:
-            _LOG.warning("engine server %d is gone in the middle of a push (%s); it is restarted", member.number, cause)
             with self._lock:
-                self._restart(member)
+                self._restart(member, f" in the middle of a push ({cause})")
 
-    def _restart(self, member: Member) -> None:
-        """Begin to bring a dead server back; the lock is held."""
+    def _restart(self, member: Member, how: str) -> None:
+        """Say how a server was found dead and begin to bring it back, unless it has died too often; the lock is held."""
         member.restarts += 1
         self.counts.restarts += 1
-        if member.restarts > self._limits.max_restarts:
-            member.state, member.problem = "lost", member.problem or f"it died {member.restarts} times"
+        lost = member.restarts > self._limits.max_restarts
+        _LOG.warning("engine server %d is gone%s; it is %s", member.number, how, "given up" if lost else "restarted")
+        if lost:
+            times = "once" if member.restarts == 1 else f"{member.restarts} times"
+            member.state, member.problem = "lost", member.problem or f"it died {times}"
             return
         member.state = "starting"
         member.thread = threading.Thread(target=self._revive, args=(member,), name=f"revive-{member.number}", daemon=True)
@@ -212,7 +213,7 @@ class ServerPool:
             with self._lock:
                 member.problem = str(error)
                 if not self._closed:
-                    self._restart(member)
+                    self._restart(member, f" while it came back ({error})")
 
     def _await_restarts(self) -> None:
         """Wait until every server that is coming back has come back, or is lost."""

@@ -120,6 +120,7 @@ def test_a_server_that_holds_something_else_than_it_has_drawn_is_refused(tmp_pat
     ],
 )
 def test_what_servers_without_an_actor_cannot_do_is_refused_before_anything_starts(words, says, monkeypatch):
+    monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
     monkeypatch.setattr(engine_arms, "launch", lambda *args: pytest.fail("it was started"))
     monkeypatch.setattr(rollout, "precompile", lambda *args: pytest.fail("it was compiled"))
     monkeypatch.setattr(rollout, "require_cuda", lambda *args: None)
@@ -129,6 +130,7 @@ def test_what_servers_without_an_actor_cannot_do_is_refused_before_anything_star
 
 @pytest.mark.parametrize(("option", "number"), [(["--servers-only"], 1), ([], 2)])
 def test_servers_alone_are_the_business_of_one_process(option, number, monkeypatch):
+    monkeypatch.setattr(vllm_setup, "check_engine", lambda: "0.30")
     started = []
     monkeypatch.setattr(
         engine_arms, "launch", lambda command, number, *rest, **options: started.append((number, "--servers-only" in command)) or 3

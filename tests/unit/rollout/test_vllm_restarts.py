@@ -108,7 +108,7 @@ def test_without_weights_on_disk_a_server_stays_blank_until_a_push(pool):
 
 
 @pytest.mark.parametrize("failure", [ValueError("answered 401"), OSError("no space left on device"), TimeoutExpired("guard", 30.0)])
-def test_a_server_that_cannot_be_restarted_for_whatever_reason_is_lost_and_no_draw_waits_for_it(pool, failure):
+def test_a_server_that_cannot_be_restarted_for_whatever_reason_is_lost_and_no_draw_waits_for_it(pool, failure, caplog):
     pool.update(published(0), load)
 
     def start(directory, with_weights):
@@ -121,3 +121,6 @@ def test_a_server_that_cannot_be_restarted_for_whatever_reason_is_lost_and_no_dr
     wait_for(lambda: all(m.state == "lost" for m in pool._members))
     with pytest.raises(RunFailure, match=re.escape(f"server 0: {failure}; server 1: {failure}")):
         pool.ready()
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("engine server 0 is gone")]
+    assert said[0] == "engine server 0 is gone (reset); it is restarted"
+    assert said[-1] == f"engine server 0 is gone while it came back ({failure}); it is given up"
