@@ -116,6 +116,7 @@ def test_a_server_that_holds_something_else_than_it_has_drawn_is_refused(tmp_pat
             ["rollout.vllm.transport=ipc", "rollout.vllm.load=in_place"],
             r"in_place, and on a CPU .*: use rollout\.vllm\.load=reload",
         ),
+        (["rollout.engine=vllm_pool", "rollout.vllm.tp=3"], r"rollout\.vllm\.tp is 3: tp=3 is illegal for this model"),
         (["--nproc", "3", "rollout.engine=vllm_colocated", "rollout.vllm.tp=2"], r"3 processes \(--nproc\) do not divide into replicas"),
     ],
 )
