@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from conversion.architecture import ModelArchitecture
-from conversion.layout import fp8_modules
 from jetrl_megatron.bench.engine_arms import Record, parser, place, run_arms, with_actor
 from jetrl_megatron.bench.precompile import precompile, server_linears
 from jetrl_megatron.bench.servers import check_servers_only, servers_alone
@@ -28,6 +27,7 @@ from jetrl_megatron.contracts import Prompt, SamplingParams
 from jetrl_megatron.layout import architecture_of
 from jetrl_megatron.loop.setup import Session
 from jetrl_megatron.rollout.engine import Request, RolloutEngine
+from jetrl_megatron.sync.wire import server_fp8
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,20 +54,19 @@ def prepare(recipes: Sequence[Recipe], args: argparse.Namespace) -> None:
     Raises ValueError where there is no CUDA device for them, for sequences that the model has no positions for, and for what
     `--servers-only` does not go with.
     """
-    length, positions = args.prompt_toks + args.new_toks, architecture_of(recipes[0].model).max_positions
-    if length > positions:
+    arch = architecture_of(recipes[0].model)  # the arms differ in precision.arm alone: one model, the same servers
+    length = args.prompt_toks + args.new_toks
+    if length > arch.max_positions:
         raise ValueError(
-            f"--prompt-toks {args.prompt_toks} and --new-toks {args.new_toks} make {length} tokens and the model has {positions} "
+            f"--prompt-toks {args.prompt_toks} and --new-toks {args.new_toks} make {length} tokens and the model has {arch.max_positions} "
             "positions: lower one of them"
         )
     if args.servers_only:
-        check_servers_only(recipes[0], args)
+        check_servers_only(recipes[0], arch, args)
     in_fp8 = [recipe for recipe in recipes if recipe.precision.rollout_linear is LinearPrecision.fp8]
     if args.precompile and in_fp8:
         require_cuda("bench rollout --precompile")
-        recipe = in_fp8[0]  # the arms differ in precision.arm alone: one model, the same servers
-        arch = architecture_of(recipe.model)
-        seconds = precompile(server_linears(arch, recipe.rollout.vllm.tp, fp8_modules(arch, recipe.precision.bf16_layers)))
+        seconds = precompile(server_linears(arch, in_fp8[0].rollout.vllm.tp, server_fp8(in_fp8[0], arch)))
         print(f"kernels compiled in {seconds:.0f} s", file=sys.stderr, flush=True)
 
 

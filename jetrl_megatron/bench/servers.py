@@ -24,15 +24,15 @@ from jetrl_megatron.cli import count_processes
 from jetrl_megatron.config import Engine, Recipe, VllmConfig, WeightLoad
 from jetrl_megatron.contracts import WeightVersion
 from jetrl_megatron.failure import RunFailure
-from jetrl_megatron.layout import architecture_of
 from jetrl_megatron.loop.colocated import settle_vllm
-from jetrl_megatron.loop.vllm_setup import check_servers, chosen_gpus, server_fp8, server_pool, server_spec
+from jetrl_megatron.loop.vllm_setup import check_servers, chosen_gpus, server_pool, server_spec
 from jetrl_megatron.rollout.fingerprint import algorithm_for
 from jetrl_megatron.rollout.published import Expected, Published
 from jetrl_megatron.rollout.vllm_client import EngineClient
 from jetrl_megatron.rollout.vllm_engine import Place, RunGroup, VllmEngine
 from jetrl_megatron.rollout.vllm_pool import ServerPool
 from jetrl_megatron.sync.transport import digest_of_rectangles, engine_config, write_model_files
+from jetrl_megatron.sync.wire import server_fp8
 
 _SEED = 0
 
@@ -114,7 +114,7 @@ def drawn_weights(reports: Sequence[dict[str, Any]], fp8: frozenset[str]) -> Exp
     return Expected(version=WeightVersion(0, digest_of_rectangles(rectangles)), by_rank=tuple(rectangles), unsigned=unsigned)
 
 
-def check_servers_only(recipe: Recipe, args: argparse.Namespace) -> None:
+def check_servers_only(recipe: Recipe, arch: ModelArchitecture, args: argparse.Namespace) -> None:
     """Raise ValueError for what servers without an actor cannot do."""
     if args.pushes:
         raise ValueError(
@@ -134,7 +134,7 @@ def check_servers_only(recipe: Recipe, args: argparse.Namespace) -> None:
             f"--nproc is {args.nproc} and --servers-only builds no actor, whose processes it counts: leave it out and set "
             "rollout.vllm.servers, or use rollout.engine=vllm_colocated, which has a server for each replica of the actor"
         )
-    _settled(recipe, architecture_of(recipe.model), args.nproc)
+    _settled(recipe, arch, args.nproc)
 
 
 def _settled(recipe: Recipe, arch: ModelArchitecture, num_processes: int | None) -> tuple[VllmConfig, list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from conversion.architecture import ModelArchitecture
-from conversion.layout import ParallelLayout, check_layout, fp8_modules
+from conversion.layout import ParallelLayout, check_layout
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import Engine, LinearPrecision, Recipe, ScaleFormat, Transport, VllmConfig, WeightLoad
 from jetrl_megatron.loop.colocated import Seat, replica_gpus, settle_vllm
@@ -29,6 +29,7 @@ from jetrl_megatron.sync.disk import DiskTransport
 from jetrl_megatron.sync.publish import Publisher
 from jetrl_megatron.sync.transport import Transport as Pushes
 from jetrl_megatron.sync.transport import engine_config
+from jetrl_megatron.sync.wire import server_fp8
 
 _LOG = logging.getLogger(__name__)
 
@@ -143,11 +144,6 @@ def server_pool(
     clients = [EngineClient(url=url.rstrip("/"), key=key, fields=request_fields(vllm_version())) for url in cfg.urls]
     limits = PoolLimits(request_timeout_s=cfg.request_timeout_s, push_timeout_s=cfg.push_timeout_s, max_restarts=cfg.max_restarts)
     return ServerPool(servers, clients, engine_config(arch, server_fp8(recipe, arch), source_dir), limits)
-
-
-def server_fp8(recipe: Recipe, arch: ModelArchitecture) -> frozenset[str]:
-    """Return the module names of the linears that are FP8 in the recipe's servers."""
-    return fp8_modules(arch, recipe.precision.bf16_layers) if recipe.precision.rollout_linear is LinearPrecision.fp8 else frozenset()
 
 
 def visible_gpus() -> list[str]:

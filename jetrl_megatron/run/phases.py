@@ -2,8 +2,8 @@
 
 Enters: `with phases("rollout"):` around the work. Leaves: `phases.take()`, seconds by name since the last take, plus "total". A phase
 entered inside another counts only for the inner one, and all of an evaluation for `eval`, so the named seconds never overlap and never
-exceed the total. On a device that works
-behind the host, `synchronize` is called at both ends of a phase, or the time would land in whichever phase waits first.
+exceed the total. On a device that works behind the host, `synchronize` is called at both ends of a phase, or the time would land in
+whichever phase waits first.
 """
 
 import time

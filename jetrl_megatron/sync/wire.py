@@ -21,11 +21,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from conversion.architecture import ModelArchitecture
 from conversion.layout import fp8_modules
 from conversion.plan import CopyOp, TargetPlan, make_plan
 from conversion.shards import StoredTensor, hf_tensors, megatron_tensors, rank_key
 from jetrl_megatron.actor.actor import Actor
-from jetrl_megatron.config import LinearPrecision
+from jetrl_megatron.config import LinearPrecision, Recipe
 from jetrl_megatron.rollout.published import EnginePlans
 from jetrl_megatron.sync.rectangles import runs
 
@@ -33,6 +34,12 @@ BUCKET_BYTES = 256 * 2**20
 _ALIGN = 16
 _Matrices = dict[tuple[int, str], tuple[Tensor, Tensor | None]]
 """(model chunk, Megatron name) -> elements [rows, cols], or codes with their scales."""
+
+
+def server_fp8(recipe: Recipe, arch: ModelArchitecture) -> frozenset[str]:
+    """Return the module names of the linears that are FP8 in the recipe's servers, and on the way to them."""
+    precision = recipe.precision
+    return fp8_modules(arch, precision.bf16_layers) if precision.rollout_linear is LinearPrecision.fp8 else frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +60,7 @@ class StageWire:
 
     def __init__(self, actor: Actor, everywhere: bool = False) -> None:
         """Plan the stage: which stored tensors are gathered, and which canonical tensors are made of them."""
-        precision = actor.recipe.precision
-        fp8 = precision.rollout_linear is LinearPrecision.fp8
-        self.fp8 = fp8_modules(actor.arch, precision.bf16_layers) if fp8 else frozenset()
+        self.fp8 = server_fp8(actor.recipe, actor.arch)
         self.arch = actor.arch
         self._actor, self._everywhere = actor, everywhere
         self._group = mpu.get_tensor_model_parallel_group()

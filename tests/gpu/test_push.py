@@ -48,6 +48,11 @@ def fresh_of(route: str) -> str:
     return "fresh-tp2" if ENGINE_TP2 in ROUTES[route][1] else "fresh"
 
 
+def fits(route: str) -> bool:
+    """Whether this machine has a GPU for each rank of the server."""
+    return ENGINE_TP2 not in ROUTES[route][1] or torch.cuda.device_count() >= 2
+
+
 def push(route: str, graphs: bool, model: Path, run_dir: Path) -> list[object]:
     """Return what rank 0 drew after each push of a route."""
     ranks, words = (ROUTES | FRESH)[route]
@@ -65,9 +70,8 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     root = tmp_path_factory.mktemp("push")
     model = write_model(root / "model", "qwen3", 0, fp8=False)
     items = [item for item in request.session.items if item.path == request.path]
-    chosen = {(item.callspec.params["route"], item.callspec.params["graphs"]) for item in items}
-    if torch.cuda.device_count() < 2:
-        chosen = {(route, graphs) for route, graphs in chosen if ENGINE_TP2 not in ROUTES[route][1]}
+    asked = {(item.callspec.params["route"], item.callspec.params["graphs"]) for item in items}
+    chosen = {(route, graphs) for route, graphs in asked if fits(route)}
     kinds = sorted(chosen | {(fresh_of(route), graphs) for route, graphs in chosen})
     threads = ThreadPoolExecutor(max_workers=len(kinds) or 1)
     yield {kind: threads.submit(push, *kind, model, root / f"{kind[0]}-{kind[1]}") for kind in kinds}
@@ -77,7 +81,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("route", list(ROUTES))
 def test_pushed_weights_answer_as_in_a_fresh_engine(route: str, graphs: bool, drawn: Draws) -> None:
-    if ENGINE_TP2 in ROUTES[route][1] and torch.cuda.device_count() < 2:
+    if not fits(route):
         pytest.skip("a server on two ranks needs two GPUs")
     (fresh,), (first, changed, again) = drawn[fresh_of(route), graphs].result(), drawn[route, graphs].result()
     assert first != changed, "the change is too small to be seen"

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_megatron.actor.fused_logprobs import combine
+from jetrl_megatron.actor.logprobs import vocab_shard
 from jetrl_megatron.actor.triton_logprobs import logit_gradient, row_sums
 from jetrl_megatron.actor.triton_vocab_blocks import SharedRowSums, chunk_columns
 from tests.unit.actor.test_triton_logprobs import DEVICE, INF, NAN
@@ -68,7 +69,8 @@ def test_the_ranks_gradients_are_that_of_one():
     logits, labels = whole_rows(*layout)
     norm, dlogp = combine(row_sums(logits, labels, vocab, 0.7))[2], torch.linspace(-2, 2, COUNT, device=DEVICE)
     one = logit_gradient(logits, labels, norm, dlogp, (0, vocab), 0.7)
-    spans = [(rank * rows, min(rows, max(0, vocab - rank * rows))) for rank in range(ranks)]
+    shards = [vocab_shard(vocab, rows, rank, None) for rank in range(ranks)]
+    spans = [(shard.start, shard.valid) for shard in shards]
     parts = [logits[:, start : start + rows].contiguous() for start, _ in spans]
     assert torch.equal(torch.cat([logit_gradient(p, labels, norm, dlogp, s, 0.7) for p, s in zip(parts, spans, strict=True)], dim=1), one)
 
