@@ -11,6 +11,7 @@ In the order the data flows:
 - `names`         one table a family: Hugging Face names and shapes, Megatron names, how each is cut
 - `shards`        what each rank stores, as pieces of canonical tensors: Hugging Face, Megatron ranks, `torch_dist`, vLLM ranks
 - `plan`          the pure planner: two descriptions in, copy operations out, every destination element written once
+- `reading`       parsing of small files that others wrote: what is wrong in one is a ValueError that names it
 - `files`         safetensors as bytes: rectangles read, tensors written at their offset
 - `scales`        block scales in FP32, BF16 or e8m0 read as FP32
 - `quantization_config`
@@ -22,6 +23,7 @@ In the order the data flows:
                   a `torch_dist` directory of Megatron-core, read by rectangles
 - `checkpoint`    a directory opened and checked: Hugging Face, Megatron rank shards, or `torch_dist`
 - `output`        a directory written beside its place, resumable, then renamed into it; carried files, manifest
+- `replaceable`   which directories the writer may touch
 - `cast`          the two explicit changes of precision, FP8 -> BF16 and BF16 -> FP8
 - `assemble`      one target tensor in memory, from rectangles of the source; copies of one weight compared
 - `torch_dist_writer`
