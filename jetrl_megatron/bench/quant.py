@@ -37,7 +37,7 @@ class Case:
 
 def cases(x: torch.Tensor) -> list[Case]:
     """The quantisers of this project on x [R, C] BF16."""
-    from jetrl_megatron.fp8 import triton_quantize
+    from jetrl_megatron.fp8 import triton_quantize, triton_requantize
 
     size, scales = x.numel(), x.numel() // 128 * 4
     row_wise = triton_quantize.quantize(x, (1, 128))
@@ -55,7 +55,7 @@ def cases(x: torch.Tensor) -> list[Case]:
         Case("transpose", lambda: triton_quantize.transpose(row_wise), 2 * size, lambda: (row_wise.transpose(),)),
         Case(
             "requantise",
-            lambda: triton_quantize.requantize_transposed(row_wise),
+            lambda: triton_requantize.requantize_transposed(row_wise),
             2 * size + 2 * scales,
             lambda: (reference.requantize_transposed(row_wise),),
         ),

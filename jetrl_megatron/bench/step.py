@@ -33,7 +33,7 @@ LONGEST = 30
 KINDS = (
     ("communication", r"nccl|all_?gather|reduce_scatter|sendrecv"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn"),
-    ("quantise", r"^_?(row|tile|transpose|accumulate)_kernel"),
+    ("quantise", r"^_?(row|tile|transpose|requantize|accumulate)_kernel"),
     ("norm", r"^norm_(backward_|dw_)?kernel|layer_norm|gammabeta"),
     ("swiglu", r"^swiglu_(backward_)?kernel"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas"),

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from jetrl_megatron.fp8 import triton_fused, triton_quantize, triton_swiglu
+from jetrl_megatron.fp8 import triton_fused, triton_quantize, triton_requantize, triton_swiglu
 from jetrl_megatron.fp8.block_scaled import BlockScaled
 from jetrl_megatron.fp8.quantize import ROW_BLOCK, WEIGHT_BLOCK
 from jetrl_megatron.fp8.triton_accumulate import accumulate
@@ -43,7 +43,7 @@ class DeepGemmKernels:
 
     quantize = staticmethod(triton_quantize.quantize)
     quantize_dual = staticmethod(triton_quantize.quantize_dual)
-    requantize_transposed = staticmethod(triton_quantize.requantize_transposed)
+    requantize_transposed = staticmethod(triton_requantize.requantize_transposed)
     quantize_weight = staticmethod(triton_quantize.quantize_weight)
     swiglu = staticmethod(triton_swiglu.swiglu)
     swiglu_quantize = staticmethod(triton_fused.swiglu_quantize)

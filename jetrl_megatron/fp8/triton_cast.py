@@ -164,6 +164,36 @@ def quotient(x, high, low, F: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(scale, F: tl.constexpr):
+    """1 / scale rounded to nearest, for `divided`; scale between 2^-126 and 2^126, or NaN."""
+    if F.soft:
+        inverse = scale
+    else:
+        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+        inverse = tl.fma(near, tl.fma(-near, scale, tl.full(scale.shape, 1.0, tl.float32)), near)
+    return inverse
+
+
+@triton.jit
+def divided(x, scale, inverse, F: tl.constexpr):
+    """x / scale rounded to nearest, with the sign of zero; inverse: `reciprocal` of scale.
+
+    One correction by what the product leaves: right wherever x / scale lies near a place where E4M3 codes change, for every FP32
+    mantissa of the scale (tests/gpu/test_requantize.py asks all of them). The rest is product minus x, which keeps -0; in assembly,
+    because Triton's minus takes from +0.
+    """
+    if F.soft:
+        q = tl.div_rn(x, scale)
+    else:
+        corrected: tl.constexpr = (
+            "{ .reg .f32 near, rest; mul.rn.f32 near, $1, $3; neg.f32 rest, $1; fma.rn.f32 rest, near, $2, rest; "
+            "neg.f32 rest, rest; fma.rn.f32 $0, rest, $3, near; }"
+        )
+        q = tl.inline_asm_elementwise(corrected, "=f,f,f,f", [x, scale, inverse], dtype=tl.float32, is_pure=True, pack=1)
+    return q
+
+
+@triton.jit
 def to_bytes(x, high, low, F: tl.constexpr):
     """FP8 codes as uint8 of x in FP32, from the inverse of its scale; 0x7F where that is NaN."""
     q = quotient(x, high, low, F)
@@ -190,6 +220,12 @@ def to_byte_pairs(x, y, high, low, F: tl.constexpr):
 def to_words(x0, x1, x2, x3, high, low, F: tl.constexpr):
     """FP8 codes of four FP32 tensors of one shape as int32, x0 in the lowest byte; they share the inverse of their scale."""
     q0, q1, q2, q3 = quotient(x0, high, low, F), quotient(x1, high, low, F), quotient(x2, high, low, F), quotient(x3, high, low, F)
+    return pack_words(q0, q1, q2, q3, F)
+
+
+@triton.jit
+def pack_words(q0, q1, q2, q3, F: tl.constexpr):
+    """FP8 codes of four FP32 tensors of one shape as int32, q0 in the lowest byte."""
     if F.soft:
         words = _soft_codes(q0, F) | (_soft_codes(q1, F) << 8) | (_soft_codes(q2, F) << 16) | (_soft_codes(q3, F) << 24)
     else:

@@ -19,13 +19,13 @@ from jetrl_megatron.fp8.triton_source import load_pairs, load_tile, split_pair, 
 
 @triton.jit(do_not_specialize=["rows"])
 def row_kernel(
-    x_ptr, aux_ptr, weight_ptr, rows, cols, x_stride, aux_stride_r, aux_stride_c, codes_ptr, scale_ptr, scale_stride_c,
+    x_ptr, aux_ptr, weight_ptr, rows, cols, x_stride, aux_stride_r, codes_ptr, scale_ptr, scale_stride_c,
     KIND: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """TILE rows of one group of 128 columns."""
     first_r, group = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64)
     first_c = group * 128
-    x_ptr, aux_ptr, weight_ptr = tile_at(x_ptr, aux_ptr, weight_ptr, first_r, first_c, x_stride, aux_stride_r, aux_stride_c, KIND)
+    x_ptr, aux_ptr, weight_ptr = tile_at(x_ptr, aux_ptr, weight_ptr, first_r, first_c, x_stride, aux_stride_r, KIND)
     rows_left, cols_left = (rows - first_r).to(tl.int32), (cols - first_c).to(tl.int32)
     r, p = tl.arange(0, TILE), tl.arange(0, 64)
     a, b = load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows_left, cols_left, cols, x_stride, aux_stride_r, KIND, EVEN, F)
@@ -37,7 +37,7 @@ def row_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def tile_kernel(
-    x_ptr, aux_ptr, weight_ptr, rows, cols, x_stride, aux_stride_r, aux_stride_c,
+    x_ptr, aux_ptr, weight_ptr, rows, cols, x_stride, aux_stride_r,
     row_codes_ptr, row_scale_ptr, row_scale_stride_r, row_scale_stride_c, t_codes_ptr, t_scale_ptr, t_scale_stride_r, t_scale_stride_c,
     KIND: tl.constexpr, ROW: tl.constexpr, T: tl.constexpr, ACROSS: tl.constexpr, EVEN: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
@@ -50,13 +50,13 @@ def tile_kernel(
     if ACROSS:
         block_r, block_c, row_blocks = block_c, block_r, tl.num_programs(1).to(tl.int64)
     read_c, half = block_c, cols
-    if KIND == 4:
+    if KIND == 3:
         # Neighbours own the d_gate and the d_up tile of the same operands: what the second reads, the first has just brought into cache.
         half = cols // 2
         block_c += (block_r % 2) * (half // 128)
         block_r, row_blocks = block_r // 2, row_blocks // 2
     first_r, first_c = block_r * 128, block_c * 128
-    x_ptr, aux_ptr, weight_ptr = tile_at(x_ptr, aux_ptr, weight_ptr, first_r, read_c * 128, x_stride, aux_stride_r, aux_stride_c, KIND)
+    x_ptr, aux_ptr, weight_ptr = tile_at(x_ptr, aux_ptr, weight_ptr, first_r, read_c * 128, x_stride, aux_stride_r, KIND)
     rows_left, cols_left = (rows - first_r).to(tl.int32), (cols - first_c).to(tl.int32)
     a0, b0, a1, b1, a2, b2, a3, b3 = load_tile(
         x_ptr, aux_ptr, weight_ptr, rows_left, cols_left, half, x_stride, aux_stride_r, block_c == read_c, KIND, EVEN, F

@@ -1,8 +1,8 @@
-"""What a quantiser reads: a plain matrix, FP8 codes, or the operands of the operation that it is fused with.
+"""What a quantiser reads: a plain matrix, or the operands of the operation that it is fused with.
 
-Enters: pointers of one of five sources. Leaves: pairs of neighbouring columns, with exactly the BF16 (or dequantised FP32) values which
-the unfused path would have written to memory and read back.
-Equations, [R, C] each: plain x; fp8 code * scale; norm bf16(x * rstd * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
+Enters: pointers of one of four sources. Leaves: pairs of neighbouring columns, with exactly the BF16 values which the unfused path would
+have written to memory and read back.
+Equations, [R, C] each: plain x; norm bf16(x * rstd * weight) with rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside;
 swiglu bf16(bf16(gate / (1 + exp(-gate))) * up) with x = [gate | up]; swiglu_grad bf16 of [d_gate | d_up] as swiglu.py has them, from the
 same x and dh. The inner roundings are those of the rollout engine's own kernels.
 No product here meets a sum that a compiler could contract with it (where one is wanted, it is written as `fma`): two kernels that call the
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-PLAIN, FP8, NORM, SWIGLU, SWIGLU_GRAD = 0, 1, 2, 3, 4
+PLAIN, NORM, SWIGLU, SWIGLU_GRAD = 0, 1, 2, 3
 """Kinds of source."""
 
 
@@ -29,11 +29,11 @@ class Source:
 
     kind: int
     x: torch.Tensor
-    """[R, C], rows contiguous; [R, 2C] for swiglu; uint8 for fp8. swiglu_grad: [R, C] gate and up, C a multiple of 256."""
+    """[R, C], rows contiguous; [R, 2C] for swiglu. swiglu_grad: [R, C] gate and up, C a multiple of 256."""
     cols: int
     """C."""
     row_aux: torch.Tensor | None = None
-    """fp8: scales [R, ceil(C / 128)] float32; norm: rstd [R, 1] float32; swiglu_grad: dh [R, C / 2], rows contiguous."""
+    """norm: rstd [R, 1] float32; swiglu_grad: dh [R, C / 2], rows contiguous."""
     weight: torch.Tensor | None = None
     """norm: [C] bfloat16."""
 
@@ -46,10 +46,10 @@ class Source:
         return self.x.dtype is torch.bfloat16 and even and weight_aligned
 
     def arguments(self) -> tuple[object, ...]:
-        """The leading arguments of every kernel: x, aux, weight, rows, cols, then the strides of x and aux."""
+        """The leading arguments of every kernel: x, aux, weight, rows, cols, then the strides between rows of x and aux."""
         aux = self.x if self.row_aux is None else self.row_aux
         weight = self.x if self.weight is None else self.weight
-        return self.x, aux, weight, self.x.shape[0], self.cols, self.x.stride(0), aux.stride(0), aux.stride(1)
+        return self.x, aux, weight, self.x.shape[0], self.cols, self.x.stride(0), aux.stride(0)
 
 
 @triton.jit
@@ -148,21 +148,15 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, half, x_stride, aux
     if KIND == 0 and not F.plain:
         a = read_words(x_ptr, offset, p[None, :], in_rows, cols, EVEN)
         b = a
-    elif KIND == 1:
-        scale = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
-        code_a = tl.load(x_ptr + offset + 2 * p[None, :], mask=in_rows & (2 * p < cols)[None, :], other=0)
-        code_b = tl.load(x_ptr + offset + 2 * p[None, :] + 1, mask=in_rows & (2 * p + 1 < cols)[None, :], other=0)
-        a = code_a.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-        b = code_b.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
     else:
         a, b = read_pair(x_ptr, offset, p[None, :], in_rows, cols, F, EVEN)
-        if KIND == 2:
+        if KIND == 1:
             rstd = tl.load(aux_ptr + r * aux_stride_r, mask=r < rows, other=0.0)[:, None]
             weight_a, weight_b = read_pair(weight_ptr, 0, p[None, :], p[None, :] >= 0, cols, F, EVEN)
             a, b = join_pair(a * rstd * weight_a, b * rstd * weight_b, F)
             if not EVEN:  # 0 times a negative weight is -0
                 a, b = tl.where(in_rows, a, 0), tl.where(in_rows, b, 0)
-        elif KIND == 3:
+        elif KIND == 2:
             up_a, up_b = read_pair(x_ptr + half, offset, p[None, :], in_rows, cols, F, EVEN)
             gate_a, gate_b = rounded_silu(a, b, F)
             a, b = join_pair(gate_a * up_a, gate_b * up_b, F)
@@ -170,15 +164,13 @@ def load_pairs(x_ptr, aux_ptr, weight_ptr, r, p, rows, cols, half, x_stride, aux
 
 
 @triton.jit
-def tile_at(x_ptr, aux_ptr, weight_ptr, first_r, first_c, x_stride, aux_stride_r, aux_stride_c, KIND: tl.constexpr):
+def tile_at(x_ptr, aux_ptr, weight_ptr, first_r, first_c, x_stride, aux_stride_r, KIND: tl.constexpr):
     """The pointers of a source moved to row first_r and column first_c (64 bit): offsets inside a tile then fit 32 bits."""
     x_ptr += first_r * x_stride + first_c
     if KIND == 1:
-        aux_ptr += first_r * aux_stride_r + (first_c // 128) * aux_stride_c
-    elif KIND == 2:
         aux_ptr += first_r * aux_stride_r
         weight_ptr += first_c
-    elif KIND == 4:
+    elif KIND == 3:
         aux_ptr += first_r * aux_stride_r + first_c
     return x_ptr, aux_ptr, weight_ptr
 
@@ -191,7 +183,7 @@ def load_tile(x_ptr, aux_ptr, weight_ptr, rows, cols, half, x_stride, aux_stride
     gate: of swiglu_grad, whether the tile is one of d_gate or of d_up.
     """
     r, p = 4 * tl.arange(0, 32), tl.arange(0, 64)
-    if KIND == 4:
+    if KIND == 3:
         if gate:
             a0, b0 = load_d_gate(x_ptr, aux_ptr, r, p, rows, half, x_stride, aux_stride_r, EVEN, F)
             a1, b1 = load_d_gate(x_ptr, aux_ptr, r + 1, p, rows, half, x_stride, aux_stride_r, EVEN, F)
