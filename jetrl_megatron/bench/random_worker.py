@@ -19,8 +19,9 @@ from conversion.names import LM_HEAD
 from conversion.shards import StoredTensor, hf_tensors, vllm_tensors
 from jetrl_megatron.rollout.compat import begin_reload, end_reload, worker_model, worker_tp_rank
 from jetrl_megatron.rollout.fingerprint import Algorithm
+from jetrl_megatron.rollout.held_views import fp8_linears
 from jetrl_megatron.rollout.published import Fingerprints
-from jetrl_megatron.rollout.vllm_in_place import fp8_linears
+from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
 from jetrl_megatron.rollout.vllm_worker import WeightReader
 
 NAME = f"{__name__}.RandomWeights"
@@ -47,10 +48,10 @@ class RandomWeights(WeightReader):
         report: dict[str, Any] = {"rank": rank, "fp8_linears": sorted(fp8), "unknown": unknown_parameters(model, arch, tp, fp8)}
         if report["unknown"]:
             return report
-        prints = Fingerprints(arch, tp, fp8, cast(Algorithm, algorithm), self._jetrl_known())
+        prints = Fingerprints(arch, tp, fp8, cast(Algorithm, algorithm))
         tensors = _hashed(random_tensors(arch, fp8, worker.device, seed), prints)
         if in_place:
-            self._jetrl_writer(model, config).write(tensors)
+            InPlaceWriter(self._jetrl_held(model, config)).write(tensors)
         else:
             begin_reload(model)
             cast(Any, model).load_weights(tensors)

@@ -16,6 +16,6 @@ The pool of vLLM servers, from a request to the bytes that answer it:
   pass over all of them, for which `tiles` cuts them up).
   `vllm_worker`: reads it back inside the engine. `vllm_verify`: compares. `laps`: seconds of the parts of a push.
 - `vllm_plugin`: the actor's norm, and on a CPU its FP8 linear, inside vLLM. `vllm_transfer`: a receiver for vLLM's NCCL route, which writes
-  weights where the parameters hold them (`vllm_in_place`).
+  weights where the parameters hold them (`vllm_in_place`). `held_views`: where that is, kept between pushes.
 - `compat`: what this project knows of vLLM's inside, and every difference between its versions.
 """

@@ -261,6 +261,11 @@ def held_weight(module: Any, name: str) -> tuple[Tensor, bool]:
     return parameter.detach(), False
 
 
+def keeps_addresses(model: torch.nn.Module) -> bool:
+    """Tell whether parameters keep their memory behind a reload: on CUDA, where vLLM's captured graphs read it."""
+    return next(model.parameters()).is_cuda
+
+
 def embedding_rows(module: Any) -> Tensor:
     """Return the table that an embedding looks rows up in; its head may multiply by a packed copy (`held_weight`)."""
     return module.weight.detach()

@@ -144,7 +144,9 @@ def _has_kernel(tensor: Tensor) -> bool:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in row-major order as [bytes] uint8; a copy only where it is not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element cut out of a matrix keeps the matrix's stride
+    if flat.numel() == 1:
+        flat = flat.as_strided((1,), (1,))  # cut out of a matrix it keeps the matrix's stride
+    return flat.view(torch.uint8)
 
 
 def unsigned_zero(tensor: Tensor) -> Tensor:

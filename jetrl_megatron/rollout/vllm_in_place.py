@@ -7,42 +7,34 @@ dense model hold checkpoint bytes, those of block FP8 linears with FP32 scales t
 to do. Nothing is believed: behind a push the hash of every rectangle is compared, whichever way it came.
 Rows that pad a vocabulary shard are not written: logits end before them. A parameter of another dtype than the tensor, as of a layer that
 was packed at its first load, is refused.
-Left out: how tensors get here (vllm_transfer.py over NCCL, vllm_worker.py by CUDA IPC).
+Left out: where the rectangles lie (held_views.py), how tensors get here (vllm_transfer.py over NCCL, vllm_worker.py by CUDA IPC).
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from conversion.architecture import ModelArchitecture
 from conversion.shards import Span
 from jetrl_megatron.fp8.words import copy_in_words
-from jetrl_megatron.rollout.published import EnginePlans, rectangle
+from jetrl_megatron.rollout.held_views import HeldViews
+from jetrl_megatron.rollout.published import rectangle
 
 
 class InPlaceWriter:
     """Where the canonical tensors of a model go in one engine rank.
 
-    model: vLLM's. arch: its dimensions. tp, rank: the engine's. plans: kept from one push to the next, where the writer, which holds
-    tensors, serves one push. Raises ValueError where a layer is missing, or multiplies by a packed copy of its weight.
+    held: the rank's rectangles. Raises ValueError where a layer multiplies by a packed copy of its weight.
     """
 
-    def __init__(self, model: torch.nn.Module, arch: ModelArchitecture, tp: int, rank: int, plans: EnginePlans | None = None) -> None:
-        """Find every rectangle's place."""
-        plan, modules = (plans or EnginePlans()).of(arch, tp, fp8_linears(model))[rank], modules_by_name(model)
-        self._places: dict[str, list[tuple[Tensor, Span, Span]]] = {name: [] for name in plan.names}
-        for place in plan.places:
-            module = modules.get(place.module)
-            if module is None:
-                raise ValueError(
-                    f"the engine's model has no {place.module}.{place.parameter}, and the actor's has: their config.json differ"
-                )
-            if hasattr(module, "cpu_linear"):
-                raise ValueError(f"{place.module} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
-            held = rectangle(getattr(module, place.parameter).detach(), place.rows_held, place.cols_held)
-            self._places[place.hf].append((held, place.rows, place.cols))
+    def __init__(self, held: HeldViews) -> None:
+        """Sort the rectangles by tensor."""
+        for name in {place.module for place in held.plan.places}:
+            if hasattr(held.modules[name], "cpu_linear"):
+                raise ValueError(f"{name} multiplies by a packed copy of its weight: use rollout.vllm.load=reload")
+        self._places: dict[str, list[tuple[Tensor, Span, Span]]] = {name: [] for name in held.plan.names}
+        for place in held.plan.places:
+            self._places[place.hf].append((held.view(place), place.rows, place.cols))
 
     @torch.no_grad()
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -54,20 +46,3 @@ class InPlaceWriter:
                 if place.dtype is not tensor.dtype:
                     raise ValueError(f"{name} is {tensor.dtype} and the parameter {place.dtype}: the arms of actor and server differ")
                 copy_in_words(place, rectangle(tensor, rows, cols))
-
-
-def modules_by_name(model: torch.nn.Module) -> dict[str, Any]:
-    """Return every module under each of its names, as `model.get_submodule` finds them one by one."""
-    return dict(model.named_modules(remove_duplicate=False))
-
-
-def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
-    """Return the Hugging Face module names of the linears whose weights the engine holds as FP8 codes."""
-    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    found = set()
-    for name, parameter in model.named_parameters():
-        if parameter.dtype is torch.float8_e4m3fn:
-            module = name.removesuffix(".weight")
-            stem, _, last = module.rpartition(".")
-            found |= {f"{stem}.{part}" for part in parts.get(last, (last,))}
-    return frozenset(found)

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 
 from conversion.architecture import ModelArchitecture
 from jetrl_megatron.rollout.compat import worker_tp_rank
-from jetrl_megatron.rollout.published import EnginePlans
+from jetrl_megatron.rollout.held_views import KeptViews
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
 
 
@@ -42,15 +42,15 @@ class InPlaceUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class _Taking:
     """Writes what comes until something fails, then takes the rest and drops it: a sender whose bytes nobody takes waits for ever."""
 
-    def __init__(self, model: torch.nn.Module, config: dict[str, Any], tp: int, plans: EnginePlans) -> None:
+    def __init__(self, model: torch.nn.Module, config: dict[str, Any], tp: int, kept: KeptViews) -> None:
         self.failure: Exception | None = None
-        self._guarded(lambda: self._find(model, config, tp, plans))
+        self._guarded(lambda: self._find(model, config, tp, kept))
 
     def write(self, tensors: list[tuple[str, Tensor]]) -> None:
         self._guarded(lambda: self._writer.write(tensors))
 
-    def _find(self, model: torch.nn.Module, config: dict[str, Any], tp: int, plans: EnginePlans) -> None:
-        self._writer = InPlaceWriter(model, ModelArchitecture.from_hf_config(config), tp, worker_tp_rank(), plans)
+    def _find(self, model: torch.nn.Module, config: dict[str, Any], tp: int, kept: KeptViews) -> None:
+        self._writer = InPlaceWriter(kept.of(model, ModelArchitecture.from_hf_config(config), tp, worker_tp_rank()))
 
     def _guarded(self, step: Callable[[], None]) -> None:
         if self.failure is None:
@@ -65,7 +65,7 @@ class InPlaceNcclEngine(nccl_engine.NCCLWeightTransferEngine):  # type: ignore[m
 
     update_info_cls = InPlaceUpdateInfo
     supports_draft_weight_update = False
-    _plans: EnginePlans | None = None
+    _kept: KeptViews | None = None
 
     def start_weight_update(self) -> None:
         """Prepare nothing: layers are not loaded anew."""
@@ -74,8 +74,8 @@ class InPlaceNcclEngine(nccl_engine.NCCLWeightTransferEngine):  # type: ignore[m
         """Receive packed buffers and write what is in them; the caller waits for the device."""
         if self.model_update_group is None:
             raise RuntimeError("no NCCL group: /init_weight_transfer_engine comes first")
-        self._plans = self._plans or EnginePlans()
-        taking = _Taking(self.model, update_info.config, self.parallel_config.tensor_parallel_size, self._plans)
+        self._kept = self._kept or KeptViews()
+        taking = _Taking(self.model, update_info.config, self.parallel_config.tensor_parallel_size, self._kept)
         described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         nccl_engine.packed_nccl_broadcast_consumer(
             iterator=((name, (shape, getattr(torch, dtype))) for name, dtype, shape in described),

@@ -27,8 +27,9 @@ from jetrl_megatron.rollout.compat import (
     worker_tp_rank,
 )
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
-from jetrl_megatron.rollout.published import EnginePlans, HeldRectangle, rectangle
-from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter, fp8_linears, modules_by_name
+from jetrl_megatron.rollout.held_views import HeldViews, KeptViews
+from jetrl_megatron.rollout.published import HeldRectangle, rectangle
+from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
 from jetrl_megatron.rollout.vllm_plugin import registered
 
 
@@ -37,7 +38,7 @@ class WeightReader:
 
     _jetrl_loading: "_Loading | None" = None
     """Between the first bucket of a push and the last."""
-    _jetrl_plans: EnginePlans | None = None
+    _jetrl_kept: KeptViews | None = None
 
     def jetrl_prepare(self) -> dict[str, int]:
         """Make the device ready for the first request; called once behind the start. Returns `context_toks` of the engine.
@@ -63,7 +64,7 @@ class WeightReader:
         """
         model, worker = worker_model(self), cast(Any, self)
         if bucket["first"]:
-            self._jetrl_loading = _Loading(writer=None if in_place is None else self._jetrl_writer(model, in_place))
+            self._jetrl_loading = _Loading(writer=None if in_place is None else InPlaceWriter(self._jetrl_held(model, in_place)))
             if in_place is None:
                 begin_reload(model)
         loading = self._jetrl_loading
@@ -79,14 +80,10 @@ class WeightReader:
             if loading.writer is None:
                 end_reload(model, self)
 
-    def _jetrl_writer(self, model: torch.nn.Module, config: dict[str, Any]) -> InPlaceWriter:
+    def _jetrl_held(self, model: torch.nn.Module, config: dict[str, Any]) -> HeldViews:
+        self._jetrl_kept = self._jetrl_kept or KeptViews()
         tp = cast(Any, self).parallel_config.tensor_parallel_size
-        return InPlaceWriter(model, ModelArchitecture.from_hf_config(config), tp, worker_tp_rank(), self._jetrl_known())
-
-    def _jetrl_known(self) -> EnginePlans:
-        if self._jetrl_plans is None:
-            self._jetrl_plans = EnginePlans()
-        return self._jetrl_plans
+        return self._jetrl_kept.of(model, ModelArchitecture.from_hf_config(config), tp, worker_tp_rank())
 
     @torch.no_grad()
     def jetrl_fingerprints(self, config: dict[str, Any], algorithm: str, refresh: bool, slept: bool) -> dict[str, Any]:
@@ -99,20 +96,15 @@ class WeightReader:
         model = worker_model(self)
         if refresh:
             refresh_tied_head(model)
-        arch = ModelArchitecture.from_hf_config(config)
-        tp = cast(Any, self).parallel_config.tensor_parallel_size
-        rank = worker_tp_rank()
-        reader = _Reader(model, cast(Algorithm, algorithm))
-        fp8 = fp8_linears(model)
-        for place in self._jetrl_known().of(arch, tp, fp8)[rank].places:
-            reader.read(place)
-        held = reader.held(arch.tie_embeddings)
+        held = self._jetrl_held(model, config)
+        reader = _Reader(held, cast(Algorithm, algorithm))
+        texts = reader.texts(tied=bool(config.get("tie_word_embeddings")))
         changed = _changed(self._jetrl_buffers, _buffers(model)) if slept else []
         return {
-            "rank": rank,
-            "held": held,
+            "rank": worker_tp_rank(),
+            "held": texts,
             "unsigned_zeros": reader.unsigned_zeros,
-            "fp8_linears": len(fp8),
+            "fp8_linears": len(held.fp8),
             "changed_buffers": changed,
         }
 
@@ -139,24 +131,25 @@ def _changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 class _Reader:
     """Reads tensors of one model, each once, and hashes their rectangles."""
 
-    def __init__(self, model: torch.nn.Module, algorithm: Algorithm) -> None:
+    def __init__(self, held: HeldViews, algorithm: Algorithm) -> None:
         self.unsigned_zeros: list[str] = []
-        self._model, self._hashing = model, Hashing(algorithm)
-        self._modules = modules_by_name(model)  # as they are now: what is read is what the model computes with
+        self._held, self._hashing = held, Hashing(algorithm)
         self._last: tuple[tuple[str, str], Tensor, bool] | None = None
+        for place in held.plan.places:
+            self._read(place)
 
-    def read(self, place: HeldRectangle) -> None:
-        if place.scales:
-            tensor, unsigned = getattr(self._modules[place.module], place.parameter).detach(), False
+    def _read(self, place: HeldRectangle) -> None:
+        if place.scales or self._held.parameters[place.module, place.parameter].device.type != "cpu":
+            part, unsigned = self._held.view(place), False
         else:
             tensor, unsigned = self._tensor(place.module, place.parameter)
-        part = rectangle(tensor, place.rows_held, place.cols_held)
+            part = rectangle(tensor, place.rows_held, place.cols_held)
         self._hashing.add(place.key, part, resident=True)  # on a GPU it is a parameter's; elsewhere nothing waits
         if unsigned:
             self.unsigned_zeros.append(place.key)
 
-    def held(self, tied: bool) -> dict[str, str]:
-        """Return the rectangles read so far; waits for the device.
+    def texts(self, tied: bool) -> dict[str, str]:
+        """Return every rectangle's fingerprint; waits for the device.
 
         tied: hold the embedding's to what the head multiplies by, where that is a copy: one that is stale fails the push.
         """
@@ -166,16 +159,16 @@ class _Reader:
         return texts
 
     def _head_is_stale(self) -> bool:
-        head: Any = self._model.lm_head
+        head: Any = self._held.model.lm_head
         if not has_packed_head(head):
             return False
         rows, _ = held_weight(head, "weight")
-        table = unsigned_zero(embedding_rows(self._model.get_submodule(EMBEDDING.removesuffix(".weight"))))
+        table = unsigned_zero(embedding_rows(self._held.model.get_submodule(EMBEDDING.removesuffix(".weight"))))
         return not torch.equal(rows.view(torch.int16), table.view(torch.int16))
 
     def _tensor(self, name: str, parameter: str) -> tuple[Tensor, bool]:
         if self._last is None or self._last[0] != (name, parameter):
-            module = self._modules[name]
+            module = self._held.modules[name]
             is_table = f"{name}.{parameter}" == EMBEDDING
             weight, unsigned = (embedding_rows(module), False) if is_table else held_weight(module, parameter)
             self._last = ((name, parameter), weight, unsigned)

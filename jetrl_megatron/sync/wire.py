@@ -8,7 +8,7 @@ TP ranks of one stage put the bytes of several parameters, scales with them, end
 planner's copy operations (conversion.plan) place the rectangles, merged where they can be (rectangles.py). Nothing is gathered over
 pipeline stages or data-parallel ranks, nor with one TP rank. A push is many small tensors, and the host's calls take longer than the
 copies: what does not change between pushes is worked out once (which module holds what, what is gathered together, what engines hold), and
-what lies in one piece is not copied. Parameters and cache entries are looked up again by every push.
+what lies in one piece is not copied, and its views are kept. Parameters and cache entries are looked up again by every push.
 """
 
 from collections.abc import Iterator
@@ -78,6 +78,8 @@ class StageWire:
         self._own = {(mine[s.location][1], s.name): s for s in everything if s.location in mine and mine[s.location][0] == ranks.tp_rank}
         self._modules = {source: self._module(*source) for source in self._own}
         self._buckets = list(self._cut())
+        self._kept: dict[str, tuple[tuple[int, int], list[tuple[str, Tensor]]]] = {}
+        """Of resident tensors: the addresses of elements and scales, and the views that were yielded of them."""
         self.engine_plans = EnginePlans()
         """What engines hold of these tensors."""
 
@@ -234,12 +236,16 @@ class StageWire:
         target = plan.target
         whole = self._runs[target.name][0]
         if target.name in self.resident:
-            (data, grid), name = held[0][self._source(whole.first)], target.name
-            found = [(name, whole.view(data).reshape(target.shape))]
-            if target.fp8:
-                assert grid is not None, name
-                found.append((target.scale_name, whole.view(grid, scales=True)))
-            return found
+            data, grid = held[0][self._source(whole.first)]
+            at = data.data_ptr(), 0 if grid is None else grid.data_ptr()
+            kept = self._kept.get(target.name)
+            if kept is None or kept[0] != at:
+                found = [(target.name, whole.view(data).reshape(target.shape))]
+                if target.fp8:
+                    assert grid is not None, target.name
+                    found.append((target.scale_name, whole.view(grid, scales=True)))
+                kept = self._kept[target.name] = at, found
+            return kept[1]
         dtype = torch.float8_e4m3fn if target.fp8 else torch.bfloat16
         out = torch.empty(target.rows_cols, dtype=dtype, device=self.device)
         scales = torch.empty(target.scale_shape, dtype=torch.float32, device=self.device) if target.fp8 else None

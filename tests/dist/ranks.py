@@ -98,6 +98,8 @@ def _main(call: str, out: str) -> None:
     module, name, args = pickle.loads(Path(call).read_bytes())
     result = getattr(importlib.import_module(module), name)(*args)
     Path(out).write_bytes(pickle.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # a thread of a group that is left over can abort the process at its end
 
 
 if __name__ == "__main__":

@@ -62,19 +62,40 @@ def stream_all(cases: list[StreamCase]) -> list[dict[str, Any]]:
         wire_module.BUCKET_BYTES = bucket_bytes
         actor = build(hf_dir, tp, pp, row, arm)
         wire = wire_module.StageWire(actor)
-        memory = held_memory(actor)
-        found: dict[str, Any] = {}
-        for name, tensor in wire.stream():
-            assert (name in wire.resident) == (tensor.untyped_storage().data_ptr() in memory), name
-            raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            assert name not in found
-            found[name] = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest())
+        found = streamed(wire, held_memory(actor))
         assert wire.receives or not found
         assert bool(wire.resident) == (tp == 1)
+        move_memory(actor)
+        assert streamed(wire, held_memory(actor)) == found, "views of before the move are streamed"
         out.append(found)
         mpu.destroy_model_parallel()
     parallel_state.destroy()
     return out
+
+
+def streamed(wire: wire_module.StageWire, memory: set[int]) -> dict[str, Any]:
+    """Return name -> (dtype, shape, sha256) of one pass; what is resident lies in `memory`, and nothing else does."""
+    found: dict[str, Any] = {}
+    for name, tensor in wire.stream():
+        assert (name in wire.resident) == (tensor.untyped_storage().data_ptr() in memory), name
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert name not in found
+        found[name] = (str(tensor.dtype), tuple(tensor.shape), hashlib.sha256(raw).hexdigest())
+    return found
+
+
+def move_memory(actor: Actor) -> None:
+    """Put parameters and quantised weights elsewhere, and other bytes where they lay."""
+    weights = [module.flow_sides["rollout"].cache for chunk in actor.chunks for module in chunk.modules() if hasattr(module, "flow_sides")]
+    entries = {id(entry): entry for cache in weights if cache is not None for entry in cache._entries.values()}
+    moved = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    moved += [tensor for entry in entries.values() for tensor in (entry.cached.w.data, entry.cached.w.scale)]
+    for tensor in moved:
+        before = tensor.data
+        tensor.data = before.clone()
+        before.view(torch.uint8).fill_(7)
+    for entry in entries.values():
+        entry.seen = entry.fingerprint()
 
 
 def held_memory(actor: Actor) -> set[int]:

@@ -15,9 +15,10 @@ from conversion.layout import fp8_modules
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import hf_tensors
 from jetrl_megatron.rollout import fingerprint as module
-from jetrl_megatron.rollout import tiles, triton_fingerprint
+from jetrl_megatron.rollout import held_views, tiles, triton_fingerprint
 from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint
-from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces
+from jetrl_megatron.rollout.held_views import HeldViews, KeptViews
+from jetrl_megatron.rollout.published import Fingerprints, engine_pieces
 from jetrl_megatron.rollout.tiles import place_of
 from jetrl_megatron.rollout.vllm_worker import _Reader
 from tests.rectangles import DEVICE, by_kernel, matrix, words
@@ -200,12 +201,10 @@ def engine_of(pieces, tensors):
     return engine
 
 
-def held(engine, places):
-    reader = _Reader(engine, "mix")
-    for place in places:
-        reader.read(place)
+def held(views):
+    reader = _Reader(views, "mix")
     assert reader.unsigned_zeros == []
-    return reader.held(tied=False)
+    return reader.texts(tied=False)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
@@ -220,15 +219,16 @@ def test_an_engine_rank_reads_back_what_the_actor_hashed(monkeypatch, precision)
     expected, unsigned = prints.take()
     assert unsigned == {}, "no engine on a GPU loses negative zeros, so that none are looked for"
     monkeypatch.setattr(module, "_has_kernel", lambda tensor: True)
-    for pieces, plan, wanted in zip(engine_pieces(arch, 2, fp8), EnginePlans().of(arch, 2, fp8), expected, strict=True):
-        engine = engine_of(pieces, tensors)
-        assert held(engine, plan.places) == wanted
+    monkeypatch.setattr(held_views, "keeps_addresses", lambda model: True)
+    for rank, (pieces, wanted) in enumerate(zip(engine_pieces(arch, 2, fp8), expected, strict=True)):
+        engine, kept = engine_of(pieces, tensors), KeptViews()
+        assert held(kept.of(engine, arch, 2, rank)) == wanted
         for parameter in engine.parameters():  # to another place, behind which the old one holds something else
             before, parameter.data = parameter.data, parameter.data.clone()
             before.view(torch.uint8).fill_(7)
-        assert held(engine, plan.places) == wanted
+        assert held(kept.of(engine, arch, 2, rank)) == wanted
         parameter.data.view(torch.uint8).view(-1)[3] ^= 1
-        assert sum(text != wanted[key] for key, text in held(engine, plan.places).items()) == 1
+        assert sum(text != wanted[key] for key, text in held(kept.of(engine, arch, 2, rank)).items()) == 1
 
 
 def test_a_stale_head_fails_the_embedding_alone():
@@ -241,8 +241,6 @@ def test_a_stale_head_fails_the_embedding_alone():
         engine.lm_head = torch.nn.Module()
         engine.lm_head.weight, engine.lm_head.input_size_per_partition = table, table.shape[1]
         engine.lm_head.cpu_linear = lambda eye, weight, bias, rows=rows: eye @ rows.t()
-        reader = _Reader(engine, "sha256")
-        for place in EnginePlans().of(arch, 1, frozenset())[0].places:
-            reader.read(place)
-        differing = [key for key, text in reader.held(tied=True).items() if not text.startswith("sha256:")]
+        reader = _Reader(HeldViews(engine, arch, 1, 0), "sha256")
+        differing = [key for key, text in reader.texts(tied=True).items() if not text.startswith("sha256:")]
         assert differing == ([f"model.embed_tokens.weight[0:{arch.vocab_size},0:{arch.hidden_size}]"] if stale else [])

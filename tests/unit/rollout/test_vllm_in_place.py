@@ -9,9 +9,10 @@ import torch
 from conversion.architecture import ModelArchitecture
 from conversion.layout import fp8_modules
 from conversion.names import SCALE_SUFFIX
-from jetrl_megatron.rollout import bucket, vllm_worker
+from jetrl_megatron.rollout import bucket, held_views, vllm_worker
 from jetrl_megatron.rollout.bucket import fill_buckets
 from jetrl_megatron.rollout.fingerprint import fingerprint
+from jetrl_megatron.rollout.held_views import HeldViews, KeptViews
 from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
 from jetrl_megatron.rollout.vllm_worker import WeightReader, _Reader
@@ -71,11 +72,8 @@ def test_every_rank_holds_its_rectangles_at_the_old_addresses(precision, tp, tie
     for rank, pieces in enumerate(engine_pieces(arch, tp, fp8)):
         engine = Engine(pieces)
         places = {name: parameter.data_ptr() for name, parameter in engine.named_parameters()}
-        InPlaceWriter(engine, arch, tp, rank).write(reversed(tensors.items()))
-        reader = _Reader(engine, "sha256")
-        for place in EnginePlans().of(arch, tp, fp8)[rank].places:
-            reader.read(place)
-        assert reader.held(tied=False) == expected[rank]
+        InPlaceWriter(HeldViews(engine, arch, tp, rank)).write(reversed(tensors.items()))
+        assert _Reader(HeldViews(engine, arch, tp, rank), "sha256").texts(tied=False) == expected[rank]
         assert {name: parameter.data_ptr() for name, parameter in engine.named_parameters()} == places
 
 
@@ -104,7 +102,7 @@ def pushed(monkeypatch):
                 worker.jetrl_load({**described, "handles": {"gpu 7": described["buffer"]}}, **told)
             buffers[described["buffer"]].fill_(255)  # it is filled again: nothing of it may be used behind the answer
         wanted = Engine(pieces)
-        InPlaceWriter(wanted, arch, 2, 1).write(tensors.items())
+        InPlaceWriter(HeldViews(wanted, arch, 2, 1)).write(tensors.items())
         return wanted
 
     return SimpleNamespace(worker=worker, push=push, opened=opened, config=config)
@@ -122,10 +120,12 @@ def test_a_worker_writes_buckets_in_place_where_it_is_told_the_model(pushed):
     assert same_parameters(pushed.worker.engine, pushed.push(1)) and pushed.opened == [0, 1, 0, 1]
 
 
-def test_what_is_kept_between_pushes_holds_no_parameter_that_was_replaced(pushed):
+def test_what_is_kept_between_pushes_holds_no_parameter_that_was_replaced(pushed, monkeypatch):
     """A module and a parameter that are new at the second push are those that are written, and those that are read."""
+    monkeypatch.setattr(held_views, "keeps_addresses", lambda model: True)
     pushed.push(0)
-    kept = pushed.worker._jetrl_plans._plans
+    kept = pushed.worker._jetrl_kept._held
+    assert pushed.worker._jetrl_held(pushed.worker.engine, pushed.config) is kept
     engine = pushed.worker.engine
     attention = engine.get_submodule("model.layers.0.self_attn")
     attention.o_proj, old = copy.deepcopy(attention.o_proj), attention.o_proj
@@ -136,9 +136,43 @@ def test_what_is_kept_between_pushes_holds_no_parameter_that_was_replaced(pushed
     report = pushed.worker.jetrl_fingerprints(pushed.config, "sha256", False, False)
     key = "model.layers.0.self_attn.o_proj.weight[0:256,256:512]"
     assert report["held"][key] == fingerprint(wanted.get_parameter("model.layers.0.self_attn.o_proj.weight"), "sha256")
-    assert kept and pushed.worker._jetrl_plans._plans is kept, "planned once"
+    assert pushed.worker._jetrl_kept._held.plan is kept.plan, "planned once"
     attention.o_proj.weight.view(torch.uint8)[0, 0] ^= 1
     assert pushed.worker.jetrl_fingerprints(pushed.config, "sha256", False, False)["held"][key] != report["held"][key]
+
+
+def replace_module(engine):
+    engine.get_submodule("model.layers.1").mlp = copy.deepcopy(engine.get_submodule("model.layers.1.mlp"))
+
+
+def replace_parameter(engine):
+    engine.get_submodule("model").norm.weight = torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))
+
+
+def move_bytes(engine):
+    parameter = engine.get_parameter("model.layers.0.mlp.down_proj.weight")
+    parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [replace_module, replace_parameter, move_bytes, None])
+def test_views_are_found_anew_where_the_model_changed(change, monkeypatch):
+    arch = arch_of()
+    fp8 = fp8_modules(arch)
+    (pieces,) = engine_pieces(arch, 1, fp8)
+    engine, kept = Engine(pieces), KeptViews()
+    assert kept.of(engine, arch, 1, 0) is not kept.of(engine, arch, 1, 0), "parameters on a CPU may get other memory at a reload"
+    monkeypatch.setattr(held_views, "keeps_addresses", lambda model: True)
+    first = kept.of(engine, arch, 1, 0)
+    if change is not None:
+        change(engine)
+    again = kept.of(engine, arch, 1, 0)
+    assert (again is first) == (change is None) and kept.of(engine, arch, 1, 0) is again
+    for place in again.plan.places:
+        memory = engine.get_parameter(f"{place.module}.{place.parameter}").untyped_storage().data_ptr()
+        assert again.view(place).untyped_storage().data_ptr() == memory, place
+    assert kept.of(copy.deepcopy(engine), arch, 1, 0) is not again, "another model"
+    other = arch_of(vocab_size=500)
+    assert kept.of(Engine(engine_pieces(other, 1, fp8)[0]), other, 1, 0).plan.places != again.plan.places
 
 
 def test_a_plan_of_another_model_or_degree_is_made_anew():
@@ -160,7 +194,7 @@ def test_what_does_not_belong_there_is_refused_and_what_was_not_sent_stays():
     fp8 = fp8_modules(arch)
     (pieces,) = engine_pieces(arch, 1, fp8)
     engine, tensors = Engine(pieces), random_tensors(arch, fp8)
-    writer = InPlaceWriter(engine, arch, 1, 0)
+    writer = InPlaceWriter(HeldViews(engine, arch, 1, 0))
     with pytest.raises(ValueError, match=r"model\.other\.weight has no place"):
         writer.write([("model.other.weight", tensors[NAMES[1]])])
     with pytest.raises(ValueError, match=r"k_proj\.weight is torch\.bfloat16 and the parameter torch\.float8_e4m3fn"):
@@ -168,6 +202,8 @@ def test_what_does_not_belong_there_is_refused_and_what_was_not_sent_stays():
     writer.write([(NAMES[1], tensors[NAMES[1]])])
     changed = {name for name, parameter in engine.named_parameters() if parameter.float().abs().sum() > 0}
     assert changed == {NAMES[1]}
+    with pytest.raises(ValueError, match=r"has no model\.\S+, and the actor's has"):
+        HeldViews(torch.nn.Linear(2, 2), arch, 1, 0)
     engine.get_submodule("lm_head").cpu_linear = object()
     with pytest.raises(ValueError, match=r"lm_head multiplies by a packed copy.*rollout\.vllm\.load=reload"):
-        InPlaceWriter(engine, arch, 1, 0)
+        InPlaceWriter(HeldViews(engine, arch, 1, 0))
