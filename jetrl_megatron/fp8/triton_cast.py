@@ -5,7 +5,7 @@ Equation and invariants: those of quantize.py, byte for byte. Two points where a
 - amax is taken over bit patterns as integers, which orders finite < Inf < NaN, so that a float maximum cannot drop a NaN.
 - Divisions are fma(x, high, x * low), where high + low is the inverse to 44 bits or more and low >= 0 (so a negative zero stays one). For
   BF16 x, where s is made of a BF16 amax, this equals the true division: proven for all mantissas in tests/unit/fp8/test_division.py.
-  For FP32 x (`plain`) true divisions run, at a fraction of the speed.
+  For FP32 x (`plain`) true divisions run, at a fraction of the speed; where x is FP8 times a scale, a third form (`divided`).
 On a CPU (TRITON_INTERPRET=1) the casts of the interpreter truncate, so `soft` selects casts in integer arithmetic and true divisions.
 """
 
@@ -165,7 +165,10 @@ def quotient(x, high, low, F: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale, F: tl.constexpr):
-    """1 / scale rounded to nearest, for `divided`; scale between 2^-126 and 2^126, or NaN."""
+    """1 / scale for `divided`: to nearest but for a few mantissas, which miss it by one unit in the last place.
+
+    scale: between 2^-126 and 2^126, or NaN.
+    """
     if F.soft:
         inverse = scale
     else:
@@ -176,7 +179,7 @@ def reciprocal(scale, F: tl.constexpr):
 
 @triton.jit
 def divided(x, scale, inverse, F: tl.constexpr):
-    """x / scale rounded to nearest, with the sign of zero; inverse: `reciprocal` of scale.
+    """x / scale with the E4M3 code of a true division, and the sign of zero; inverse: `reciprocal` of scale.
 
     One correction by what the product leaves: right wherever x / scale lies near a place where E4M3 codes change, for every FP32
     mantissa of the scale (tests/gpu/test_requantize.py asks all of them). The rest is product minus x, which keeps -0; in assembly,

@@ -1,7 +1,8 @@
 """The Triton kernels of the quantisers: rows, 128x128 tiles, byte transpose.
 
 Enters: the arguments of a `Source`, output pointers and strides. Leaves: codes and scales in memory, every byte written.
-Left out: shapes, allocation and launch (triton_quantize.py), arithmetic (triton_cast.py), reading (triton_source.py).
+Left out: shapes, allocation and launch (triton_quantize.py), arithmetic (triton_cast.py), reading (triton_source.py), FP8 quantised anew
+(triton_requantize.py).
 
 The number of rows is never a compile-time constant: with rows = 1 the assembler (ptxas of Triton 3.6) folded the empty rows of a tile and
 lost the upper halves of words, so that codes behind a NaN came out as zeros. Tests hold one-row inputs for this.

@@ -1,10 +1,11 @@
 """FP8 codes quantised anew along the other axis on the GPU, byte-equal to quantize.py: what `SavedActivation.fp8_requant` computes.
 
 Enters: codes [R, C] E4M3 with FP32 scales of 1x128 groups. Leaves: the transpose [C, R128] in 1x128 groups or 128x128 blocks.
-Equation: quantize(x^T) with x = code * scale in FP32; x is never written to memory.
-x is no BF16 number, so the short division of triton_cast.py (`quotient`) is not enough; `divided` rounds as a true division does.
-Legend: R rows and C columns of x; one program owns a 128x128 tile. Part j of four has the rows 4 i + j; a word has the codes of four
-neighbours, columns 4 q to 4 q + 3 of a row where it is read, rows 4 i to 4 i + 3 of a column where it is written.
+Equation: quantize(x^T) with x = code * scale in FP32; x is never written to memory. Layouts and invariants: those of triton_quantize.py.
+x is no BF16 number, so the short division of triton_cast.py (`quotient`) is not enough; `divided` gives the codes of a true division.
+Legend: R rows and C columns of x; R128 is R rounded up to a multiple of 128; one program owns a 128x128 tile. Part j of four has the rows
+4 i + j; a word has the codes of four neighbours, columns 4 q to 4 q + 3 of a row where it is read, rows 4 i to 4 i + 3 of a column where it
+is written.
 """
 
 import torch
@@ -24,7 +25,7 @@ WARPS = 4
 def requantize_transposed(
     x: BlockScaled, *, scale_format: ScaleFormat = ScaleFormat.fp32, t_block: tuple[int, int] = ROW_BLOCK
 ) -> BlockScaled:
-    """`quantize.requantize_transposed` without a full-precision copy in memory; x in E4M3."""
+    """`quantize.requantize_transposed` without a full-precision copy in memory; x in E4M3. Raises ValueError as `contiguous_rows` does."""
     assert x.block == ROW_BLOCK and x.data.dtype is torch.float8_e4m3fn, (x.block, x.data.dtype)
     rows, cols = x.shape
     mode = GROUPED if t_block == ROW_BLOCK else BLOCKED

@@ -2,7 +2,7 @@
 
 Enters: vLLM's model, and the dimensions that the actor sends. Leaves: a view of any rectangle of the plan (published.py).
 To find them takes a walk over all modules and some operations of torch a rectangle, in a push while everybody waits; to see that they are
-right still takes one look at each link from the model down to a parameter, and at each parameter's address.
+right still takes one look at each link from the model down to a parameter, and at where and how each parameter lies.
 Invariant: what `KeptViews.of` returns are views of what the model computes with now, whatever was kept.
 """
 
@@ -20,20 +20,22 @@ from jetrl_megatron.rollout.published import EnginePlans, HeldRectangle, rectang
 class HeldViews:
     """The views of one model, as one engine rank holds it.
 
-    model: vLLM's. arch: its dimensions, as the actor reads them. tp, rank: the engine's. Raises ValueError where a parameter is missing.
+    model: vLLM's. arch: its dimensions, as the actor reads them. tp, rank: the engine's. plans: kept from one model to the next.
+    Raises ValueError where a parameter is missing, and as `EnginePlans.of` does.
     """
 
     def __init__(self, model: torch.nn.Module, arch: ModelArchitecture, tp: int, rank: int, plans: EnginePlans | None = None) -> None:
         """Find every parameter; a rectangle of it when it is asked for."""
-        self.model, self.fp8 = model, fp8_linears(model)
+        self.model, self.arch, self.fp8 = model, arch, fp8_linears(model)
         self.plan = (plans or EnginePlans()).of(arch, tp, self.fp8)[rank]
-        self.modules = modules_by_name(model)
-        self._asked = arch, tp, rank
+        self.modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+        """Each under each of its names."""
+        self._asked = tp, rank
         self.parameters = {name: self._find(*name) for name in dict.fromkeys((p.module, p.parameter) for p in self.plan.places)}
         """By module and name in it."""
         self._views: dict[str, Tensor] = {}
         self._links = list(_links(self.modules))
-        self._places = [(self.modules[m]._parameters, name, p, p.data_ptr()) for (m, name), p in self.parameters.items()]
+        self._seen = [(self.modules[m]._parameters, name, p, _memory(p)) for (m, name), p in self.parameters.items()]
 
     def view(self, place: HeldRectangle) -> Tensor:
         """Return a rectangle of the plan where its parameter holds it."""
@@ -47,9 +49,10 @@ class HeldViews:
         """Tell whether the views are those of this model as it is now."""
         return (
             model is self.model
-            and self._asked == (arch, tp, rank)
+            and self.arch == arch
+            and self._asked == (tp, rank)
             and all(children.get(name) is child for children, name, child in self._links)
-            and all(held.get(name) is parameter and parameter.data_ptr() == at for held, name, parameter, at in self._places)
+            and all(held.get(name) is parameter and _memory(parameter) == seen for held, name, parameter, seen in self._seen)
         )
 
     def _find(self, module: str, name: str) -> Tensor:
@@ -79,11 +82,6 @@ class KeptViews:
         return held
 
 
-def modules_by_name(model: torch.nn.Module) -> dict[str, Any]:
-    """Return every module under each of its names, as `model.get_submodule` finds them one by one."""
-    return dict(model.named_modules(remove_duplicate=False))
-
-
 def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
     """Return the Hugging Face module names of the linears whose weights the engine holds as FP8 codes."""
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -94,6 +92,11 @@ def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
             stem, _, last = module.rpartition(".")
             found |= {f"{stem}.{part}" for part in parts.get(last, (last,))}
     return frozenset(found)
+
+
+def _memory(parameter: Tensor) -> tuple[Any, ...]:
+    """Return where and how a parameter lies: two that are equal in it have the same views."""
+    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
 
 
 def _links(modules: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:

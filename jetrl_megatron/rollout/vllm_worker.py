@@ -98,7 +98,7 @@ class WeightReader:
             refresh_tied_head(model)
         held = self._jetrl_held(model, config)
         reader = _Reader(held, cast(Algorithm, algorithm))
-        texts = reader.texts(tied=bool(config.get("tie_word_embeddings")))
+        texts = reader.texts(tied=held.arch.tie_embeddings)
         changed = _changed(self._jetrl_buffers, _buffers(model)) if slept else []
         return {
             "rank": worker_tp_rank(),
@@ -129,7 +129,7 @@ def _changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 class _Reader:
-    """Reads tensors of one model, each once, and hashes their rectangles."""
+    """Hashes every rectangle of an engine rank: the bytes of the parameter, on a CPU what the layer multiplies by, read once a tensor."""
 
     def __init__(self, held: HeldViews, algorithm: Algorithm) -> None:
         self.unsigned_zeros: list[str] = []

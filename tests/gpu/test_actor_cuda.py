@@ -2,10 +2,13 @@
 
 Bounds: attention, norms and the lm_head accumulate in FP32 on the GPU and in float64 on the CPU, and DeepGEMM rounds inside a block, so
 log-probs differ by BF16 roundings. In BF16 their mean distance must be below 0.02 nats, twice that of BF16 from FP32 on these models
-(test_against_hf.py). FP8 makes such roundings larger: one moves a value by up to a 16th of a code's step, which moves the code, by a whole
-step, in up to one case of 16, where quantising costs a 12th of a step squared. If every value rounded the other way, kernels would be
-sqrt(12 / 16) = 0.87 of FP8's own effect from the reference. The bound is 0.8 of it; 0.52 was measured (Llama shape), and the reference
-with scales of powers of two is 1.3 away from itself with FP32 ones.
+(test_against_hf.py). FP8 makes such roundings larger: one moves a value by about a 16th of a code's step (a 32nd to an 8th, by the scale's
+mantissa), which moves the code, by a whole step, in about one case of 16, where quantising costs a 12th of a step squared. If every value
+rounded the other way, codes would be sqrt(12 / 16) = 0.87 of what quantising them costs from the reference's. That is no bound on
+log-probs, only their order: weights, whose bytes are equal here, have a share in FP8's effect too, which makes it less; what codes moved
+in one layer moves codes in the next, which makes it more. The bound is 0.8 of FP8's own effect; 0.52 was measured (Llama shape), and the
+reference with scales of powers of two is 1.3 away from itself with FP32 ones, near the sqrt(2) of two independent
+roundings.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The division of the kernel that quantises FP8 anew, on a Hopper GPU: every mantissa of a scale, wherever a code changes."""
+"""The kernel that quantises FP8 anew, on a Hopper GPU: its division, for every mantissa of a scale where a code changes; bytes at size."""
 
 import pytest
 import torch
@@ -59,6 +59,7 @@ def test_codes_are_those_of_a_true_division_for_every_mantissa(exponent):
 
 
 def test_without_the_correction_codes_differ():
+    """In 3.7 divisions a mantissa, of 126, by FP32 arithmetic on a CPU: the test above sees a correction that is not there."""
     assert differing(127, short=True) > MANTISSAS
 
 

@@ -32,18 +32,18 @@ def check(x: BlockScaled, **f) -> None:
 
 @pytest.mark.parametrize("t_block", [(1, 128), (128, 128)])
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))
-@pytest.mark.parametrize("shape", [(200, 256), (1, 128), (127, 130)])
+@pytest.mark.parametrize("shape", [(200, 128), (1, 128), (127, 130), (100, 36)])
 def test_the_bytes_are_those_of_dequantising_and_quantising(shape, scale_format, t_block):
     check(codes(shape), scale_format=scale_format, t_block=t_block)
 
 
 @pytest.mark.parametrize("t_block", [(1, 128), (128, 128)])
 def test_nan_huge_tiny_and_zero(t_block):
-    x = quantize(torch.randn(256, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), (1, 128))
+    x = quantize(torch.randn(128, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), (1, 128))
     x.data.view(torch.uint8)[0, :4] = torch.tensor([0x00, 0x80, 0x01, 0x81], dtype=torch.uint8)
-    x.scale[130, 0], x.scale[131, 1], x.scale[3] = float("nan"), 1e38, 1e-35
+    x.scale[10, 0], x.scale[11, 1], x.scale[3] = float("nan"), 1e38, 1e-35
     check(x, t_block=t_block)
-    x.scale[130, 0], x.scale[131, 1] = 1.0, 1.0
+    x.scale[10, 0], x.scale[11, 1] = 1.0, 1.0
     x.data.view(torch.uint8)[7, 5] = 0x7F
     check(x, t_block=t_block)
     x.data.view(torch.uint8)[:] = 0

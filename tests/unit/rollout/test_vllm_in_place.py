@@ -154,7 +154,12 @@ def move_bytes(engine):
     parameter.data = parameter.data.clone()
 
 
-@pytest.mark.parametrize("change", [replace_module, replace_parameter, move_bytes, None])
+def turn_bytes(engine):
+    parameter = engine.get_parameter("model.layers.0.mlp.down_proj.weight")
+    parameter.data = parameter.data.t()
+
+
+@pytest.mark.parametrize("change", [replace_module, replace_parameter, move_bytes, turn_bytes, None])
 def test_views_are_found_anew_where_the_model_changed(change, monkeypatch):
     arch = arch_of()
     fp8 = fp8_modules(arch)
