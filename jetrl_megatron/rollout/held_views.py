@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conversion.architecture import ModelArchitecture
-from jetrl_megatron.rollout.compat import keeps_addresses
+from jetrl_megatron.rollout.compat_weights import keeps_addresses
 from jetrl_megatron.rollout.published import EnginePlans, HeldRectangle, rectangle
 
 

@@ -3,7 +3,7 @@
 Enters: whole canonical tensors, codes and scales apart. Leaves: this rank's rectangles of them, copied to where the parameters hold them:
 qkv_proj and gate_up_proj stacked, o and down cut along K, scales beside codes. No parameter gets another address.
 Why: vLLM's loader takes a layer's tensors into fresh memory, processes the layer again and copies it back. On CUDA the parameters of a
-dense model hold checkpoint bytes, those of block FP8 linears with FP32 scales too (`compat.held_weight`), so that one copy is all there is
+dense model hold checkpoint bytes (`compat_weights.py`), those of block FP8 linears with FP32 scales too, so that one copy is all there is
 to do. Nothing is believed: behind a push the hash of every rectangle is compared, whichever way it came.
 Rows that pad a vocabulary shard are not written: logits end before them. A parameter of another dtype than the tensor, as of a layer that
 was packed at its first load, is refused.

@@ -16,16 +16,13 @@ from conversion.names import EMBEDDING
 from jetrl_megatron.rollout.bucket import open_bucket
 from jetrl_megatron.rollout.compat import (
     begin_reload,
-    embedding_rows,
     end_reload,
-    has_packed_head,
-    held_weight,
     prepare_device,
-    refresh_tied_head,
     unlike_numerics,
     worker_model,
     worker_tp_rank,
 )
+from jetrl_megatron.rollout.compat_weights import embedding_rows, has_packed_head, held_weight, holds_checkpoint_bytes, refresh_tied_head
 from jetrl_megatron.rollout.fingerprint import Algorithm, Hashing, unsigned_zero
 from jetrl_megatron.rollout.held_views import HeldViews, KeptViews
 from jetrl_megatron.rollout.published import HeldRectangle, rectangle
@@ -139,7 +136,7 @@ class _Reader:
             self._read(place)
 
     def _read(self, place: HeldRectangle) -> None:
-        if place.scales or self._held.parameters[place.module, place.parameter].device.type != "cpu":
+        if place.scales or holds_checkpoint_bytes(self._held.parameters[place.module, place.parameter]):
             part, unsigned = self._held.view(place), False
         else:
             tensor, unsigned = self._tensor(place.module, place.parameter)

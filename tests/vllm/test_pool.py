@@ -101,7 +101,7 @@ def test_pushed_weights_equal_a_fresh_engine_and_no_prefix_is_remembered(world):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA a tied head shares the embedding's memory")
 def test_a_tied_head_that_a_reload_leaves_behind_is_seen_and_brought_up_to_date(world):
-    """The reason for compat.refresh_tied_head. Without AVX-512 the engine's head multiplies by the embedding's rows, and none is stale."""
+    """The reason for `refresh_tied_head`. Without AVX-512 the engine's head multiplies by the embedding's rows, and none is stale."""
     published, client = publish(world.a, 5), world.client(0)
     client.pause(30.0)
     load_from_disk(client, published)
