@@ -5,7 +5,7 @@ Equation and invariants: those of quantize.py, byte for byte. Two points where a
 - amax is taken over bit patterns as integers, which orders finite < Inf < NaN, so that a float maximum cannot drop a NaN.
 - Divisions are fma(x, high, x * low), where high + low is the inverse to 44 bits or more and low >= 0 (so a negative zero stays one). For
   BF16 x, where s is made of a BF16 amax, this equals the true division: proven for all mantissas in tests/unit/fp8/test_division.py.
-  For FP32 x (`plain`) true divisions run, at a fraction of the speed.
+  For FP32 x (`plain`) true divisions run, at a fraction of the speed, or `divided`, one by a correction.
 On a CPU (TRITON_INTERPRET=1) the casts of the interpreter truncate, so `soft` selects casts in integer arithmetic and true divisions.
 """
 
