@@ -1,7 +1,8 @@
 """FP8 codes quantised anew along the other axis on the GPU, byte-equal to quantize.py: what `SavedActivation.fp8_requant` computes.
 
-Enters: codes [R, C] E4M3 with FP32 scales of 1x128 groups. Leaves: the transpose [C, R128] in 1x128 groups or 128x128 blocks.
-Equation: quantize(x^T) with x = code * scale in FP32; x is never written to memory. Layouts and invariants: those of triton_quantize.py.
+Enters: codes [R, C] E4M3 with FP32 scales of 1x128 groups, none negative. Leaves: the transpose [C, R128] in 1x128 groups or 128x128
+blocks. Equation: quantize(x^T) with x = code * scale in FP32; x is never written to memory. Layouts and invariants: those of
+triton_quantize.py.
 x is no BF16 number, so the short division of triton_cast.py (`quotient`) is not enough; `divided` gives the codes of a true division.
 Legend: R rows and C columns of x; R128 is R rounded up to a multiple of 128; one program owns a 128x128 tile. Part j of four has the rows
 4 i + j; a word has the codes of four neighbours, columns 4 q to 4 q + 3 of a row where it is read, rows 4 i to 4 i + 3 of a column where it
@@ -79,13 +80,12 @@ def requantize_kernel(
     amax_a, amax_b, amax_c, amax_d = tl.reduce((amax_a, amax_b, amax_c, amax_d), 0, _larger_of_each)
     if BLOCKS:
         amax = tl.reduce(_larger(_larger(amax_a, amax_b), _larger(amax_c, amax_d)), 0, _larger)
-        block_scale = group_scale(amax.to(tl.int32, bitcast=True), F)
+        block_scale = _scale_of(amax, F)
         scale_a = tl.zeros_like(amax_a) + block_scale
         scale_b, scale_c, scale_d = scale_a, scale_a, scale_a
         tl.store(t_scale_ptr + block_c * t_scale_stride_r + block_r * t_scale_stride_c, block_scale)
     else:
-        scale_a, scale_b = group_scale(amax_a.to(tl.int32, bitcast=True), F), group_scale(amax_b.to(tl.int32, bitcast=True), F)
-        scale_c, scale_d = group_scale(amax_c.to(tl.int32, bitcast=True), F), group_scale(amax_d.to(tl.int32, bitcast=True), F)
+        scale_a, scale_b, scale_c, scale_d = _scale_of(amax_a, F), _scale_of(amax_b, F), _scale_of(amax_c, F), _scale_of(amax_d, F)
     a0, b0, c0, d0 = _values(w0, s0, F)
     a1, b1, c1, d1 = _values(w1, s1, F)
     a2, b2, c2, d2 = _values(w2, s2, F)
@@ -171,6 +171,12 @@ def _larger_of_each(xa, xb, xc, xd, ya, yb, yc, yd):
 def _largest(x0, x1, x2, x3):
     """The largest of four magnitudes."""
     return _larger(_larger(x0, x1), _larger(x2, x3))
+
+
+@triton.jit
+def _scale_of(amax, F: tl.constexpr):
+    """Scales from largest magnitudes; zero times infinity may be a NaN with a sign, which as an integer would be the smallest."""
+    return group_scale(amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF, F)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Enters: vLLM's model, and the dimensions that the actor sends. Leaves: a view of any rectangle of the plan (published.py).
 To find them takes a walk over all modules and some operations of torch a rectangle, in a push while everybody waits; to see that they are
-right still takes one look at each link from the model down to a parameter, and at where and how each parameter lies.
+right still takes one look at each link from the model down to a parameter, and at each parameter's memory and layout.
 Invariant: what `KeptViews.of` returns are views of what the model computes with now, whatever was kept.
 """
 
@@ -35,7 +35,7 @@ class HeldViews:
         """By module and name in it."""
         self._views: dict[str, Tensor] = {}
         self._links = list(_links(self.modules))
-        self._seen = [(self.modules[m]._parameters, name, p, _memory(p)) for (m, name), p in self.parameters.items()]
+        self._seen = [(self.modules[m], name, p, p.detach()) for (m, name), p in self.parameters.items()]
 
     def view(self, place: HeldRectangle) -> Tensor:
         """Return a rectangle of the plan where its parameter holds it."""
@@ -51,8 +51,8 @@ class HeldViews:
             model is self.model
             and self.arch == arch
             and self._asked == (tp, rank)
-            and all(children.get(name) is child for children, name, child in self._links)
-            and all(held.get(name) is parameter and _memory(parameter) == seen for held, name, parameter, seen in self._seen)
+            and all(parent._modules.get(name) is child for parent, name, child in self._links)
+            and all(module._parameters.get(name) is p and same_elements(p, seen) for module, name, p, seen in self._seen)
         )
 
     def _find(self, module: str, name: str) -> Tensor:
@@ -94,14 +94,14 @@ def fp8_linears(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _memory(parameter: Tensor) -> tuple[Any, ...]:
-    """Return where and how a parameter lies: two that are equal in it have the same views."""
-    return parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
+def same_elements(x: Tensor, y: Tensor) -> bool:
+    """Tell whether two tensors are the same memory, read in the same way: more than an address, which a transpose shares."""
+    return x.is_set_to(y) and x.dtype is y.dtype
 
 
-def _links(modules: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _links(modules: dict[str, Any]) -> Iterator[tuple[Any, str, Any]]:
     """Yield, for each module but the first, what holds it, its name there and itself."""
     for name, module in modules.items():
         if name:
             parent, _, last = name.rpartition(".")
-            yield modules[parent]._modules, last, module
+            yield modules[parent], last, module

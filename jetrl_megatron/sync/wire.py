@@ -27,6 +27,7 @@ from conversion.plan import CopyOp, TargetPlan, make_plan
 from conversion.shards import StoredTensor, hf_tensors, megatron_tensors, rank_key
 from jetrl_megatron.actor.actor import Actor
 from jetrl_megatron.config import LinearPrecision, Recipe
+from jetrl_megatron.rollout.held_views import same_elements
 from jetrl_megatron.rollout.published import EnginePlans
 from jetrl_megatron.sync.rectangles import runs
 
@@ -78,8 +79,8 @@ class StageWire:
         self._own = {(mine[s.location][1], s.name): s for s in everything if s.location in mine and mine[s.location][0] == ranks.tp_rank}
         self._modules = {source: self._module(*source) for source in self._own}
         self._buckets = list(self._cut())
-        self._kept: dict[str, tuple[tuple[int, int], list[tuple[str, Tensor]]]] = {}
-        """Of resident tensors: the addresses of elements and scales, and the views that were yielded of them."""
+        self._kept: dict[str, tuple[Tensor, Tensor | None, list[tuple[str, Tensor]]]] = {}
+        """Of resident tensors: elements and scales as they lay, and the views that were yielded of them."""
         self.engine_plans = EnginePlans()
         """What engines hold of these tensors."""
 
@@ -237,15 +238,15 @@ class StageWire:
         whole = self._runs[target.name][0]
         if target.name in self.resident:
             data, grid = held[0][self._source(whole.first)]
-            at = data.data_ptr(), 0 if grid is None else grid.data_ptr()
             kept = self._kept.get(target.name)
-            if kept is None or kept[0] != at:
+            if kept is None or not (same_elements(data, kept[0]) and _same_scales(grid, kept[1])):
                 found = [(target.name, whole.view(data).reshape(target.shape))]
                 if target.fp8:
                     assert grid is not None, target.name
                     found.append((target.scale_name, whole.view(grid, scales=True)))
-                kept = self._kept[target.name] = at, found
-            return kept[1]
+                # Detached: the cache's own tensors would follow what they are set to, and always be the same.
+                kept = self._kept[target.name] = data.detach(), None if grid is None else grid.detach(), found
+            return kept[2]
         dtype = torch.float8_e4m3fn if target.fp8 else torch.bfloat16
         out = torch.empty(target.rows_cols, dtype=dtype, device=self.device)
         scales = torch.empty(target.scale_shape, dtype=torch.float32, device=self.device) if target.fp8 else None
@@ -261,6 +262,10 @@ class StageWire:
 
 def _names(target: StoredTensor) -> tuple[str, ...]:
     return (target.name, target.scale_name) if target.fp8 else (target.name,)
+
+
+def _same_scales(x: Tensor | None, y: Tensor | None) -> bool:
+    return x is y if x is None or y is None else same_elements(x, y)
 
 
 def _view(buffer: Tensor, at: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:

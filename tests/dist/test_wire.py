@@ -41,7 +41,11 @@ def models(tmp_path_factory):
 
 
 CASES = {
-    1: [("qwen3", 1, 1, "k_complete", "jetrl", 2**28), ("qwen3", 1, 1, "k_complete", "jetrl", 200_000)],
+    1: [
+        ("qwen3", 1, 1, "k_complete", "jetrl", 2**28),
+        ("qwen3", 1, 1, "k_complete", "jetrl", 200_000),
+        ("qwen2", 1, 1, "k_complete", "bf16", 2**28),
+    ],
     2: [
         ("qwen3", 2, 1, "k_complete", "jetrl", 200_000),
         ("qwen3", 2, 1, "k_split", "fp8_rollout", 2**28),

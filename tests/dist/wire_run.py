@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,14 @@ def stream_all(cases: list[StreamCase]) -> list[dict[str, Any]]:
         wire = wire_module.StageWire(actor)
         found = streamed(wire, held_memory(actor))
         assert wire.receives or not found
+        kept = {name: tensor for name, tensor in wire.stream() if name in wire.resident}
+        assert all(tensor is kept[name] for name, tensor in wire.stream() if name in kept), "views are made anew for nothing"
         assert bool(wire.resident) == (tp == 1)
-        move_memory(actor)
-        assert streamed(wire, held_memory(actor)) == found, "views of before the move are streamed"
+        for held in (actor_parameters(actor), cached_codes(actor), cached_scales(actor)):
+            move_memory(actor, held)
+            assert streamed(wire, held_memory(actor)) == found, "views of before the move are streamed"
+        turn_memory(actor)
+        assert streamed(wire, held_memory(actor)) == streamed(wire_module.StageWire(actor), held_memory(actor)), "read in the old layout"
         out.append(found)
         mpu.destroy_model_parallel()
     parallel_state.destroy()
@@ -84,27 +90,44 @@ def streamed(wire: wire_module.StageWire, memory: set[int]) -> dict[str, Any]:
     return found
 
 
-def move_memory(actor: Actor) -> None:
-    """Put parameters and quantised weights elsewhere, and other bytes where they lay."""
-    weights = [module.flow_sides["rollout"].cache for chunk in actor.chunks for module in chunk.modules() if hasattr(module, "flow_sides")]
-    entries = {id(entry): entry for cache in weights if cache is not None for entry in cache._entries.values()}
-    moved = [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
-    moved += [tensor for entry in entries.values() for tensor in (entry.cached.w.data, entry.cached.w.scale)]
-    for tensor in moved:
+def move_memory(actor: Actor, tensors: Iterable[torch.Tensor]) -> None:
+    """Put tensors that the actor holds elsewhere, and other bytes where they lay."""
+    for tensor in tensors:
         before = tensor.data
         tensor.data = before.clone()
         before.view(torch.uint8).fill_(7)
-    for entry in entries.values():
+    for entry in cache_entries(actor):
         entry.seen = entry.fingerprint()
+
+
+def turn_memory(actor: Actor) -> None:
+    """Give matrices of parameters and quantised weights other strides, at the same addresses."""
+    for tensor in [*actor_parameters(actor), *cached_codes(actor), *cached_scales(actor)]:
+        if tensor.dim() == 2:
+            tensor.data = tensor.data.reshape(tensor.shape[::-1]).t()
+
+
+def actor_parameters(actor: Actor) -> list[torch.Tensor]:
+    return [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+
+
+def cached_codes(actor: Actor) -> list[torch.Tensor]:
+    return [entry.cached.w.data for entry in cache_entries(actor)]
+
+
+def cached_scales(actor: Actor) -> list[torch.Tensor]:
+    return [entry.cached.w.scale for entry in cache_entries(actor)]
+
+
+def cache_entries(actor: Actor) -> list[Any]:
+    """Return what the weight caches of the rollout side hold, each once."""
+    weights = [module.flow_sides["rollout"].cache for chunk in actor.chunks for module in chunk.modules() if hasattr(module, "flow_sides")]
+    return list({id(entry): entry for cache in weights if cache is not None for entry in cache._entries.values()}.values())
 
 
 def held_memory(actor: Actor) -> set[int]:
     """Return where the actor's parameters and weight cache lie."""
-    held = [parameter.detach() for chunk in actor.chunks for parameter in chunk.parameters()]
-    for module in (module for chunk in actor.chunks for module in chunk.modules() if hasattr(module, "flow_sides")):
-        cache = module.flow_sides["rollout"].cache
-        for name in () if cache is None else cache.names:
-            held += [cache.get(name).w.data, cache.get(name).w.scale]
+    held = [*actor_parameters(actor), *cached_codes(actor), *cached_scales(actor)]
     return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 

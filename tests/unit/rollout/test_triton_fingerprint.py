@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from conversion.layout import fp8_modules
 from conversion.names import SCALE_SUFFIX
 from conversion.shards import hf_tensors
 from jetrl_megatron.rollout import fingerprint as module
-from jetrl_megatron.rollout import held_views, tiles, triton_fingerprint
-from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint
-from jetrl_megatron.rollout.held_views import HeldViews, KeptViews
+from jetrl_megatron.rollout import held_views, tiles, triton_fingerprint, vllm_worker
+from jetrl_megatron.rollout.fingerprint import Hashing, fingerprint, unsigned_zero
+from jetrl_megatron.rollout.held_views import KeptViews
 from jetrl_megatron.rollout.published import Fingerprints, engine_pieces
 from jetrl_megatron.rollout.tiles import place_of
 from jetrl_megatron.rollout.vllm_worker import _Reader
@@ -231,8 +232,18 @@ def test_an_engine_rank_reads_back_what_the_actor_hashed(monkeypatch, precision)
         assert sum(text != wanted[key] for key, text in held(kept.of(engine, arch, 2, rank)).items()) == 1
 
 
-def test_a_stale_head_fails_the_embedding_alone():
-    arch = ModelArchitecture.from_hf_config(tiny_config("qwen3", num_hidden_layers=1, tie_word_embeddings=True).to_dict())
+def report_of(monkeypatch, engine, config):
+    """What a worker with this engine answers."""
+    monkeypatch.setattr(vllm_worker, "worker_model", lambda worker: engine)
+    monkeypatch.setattr(vllm_worker, "worker_tp_rank", lambda: 0)
+    worker = vllm_worker.WeightReader()
+    worker.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    return worker.jetrl_fingerprints(config, "sha256", False, False)["held"]
+
+
+def test_a_stale_head_fails_the_embedding_alone(monkeypatch):
+    config = tiny_config("qwen3", num_hidden_layers=1, tie_word_embeddings=True).to_dict()
+    arch = ModelArchitecture.from_hf_config(config)
     (pieces,) = engine_pieces(arch, 1, frozenset())
     engine = engine_of(pieces, canonical(arch, frozenset()))
     table = engine.get_submodule("model.embed_tokens").weight.detach()
@@ -241,6 +252,23 @@ def test_a_stale_head_fails_the_embedding_alone():
         engine.lm_head = torch.nn.Module()
         engine.lm_head.weight, engine.lm_head.input_size_per_partition = table, table.shape[1]
         engine.lm_head.cpu_linear = lambda eye, weight, bias, rows=rows: eye @ rows.t()
-        reader = _Reader(HeldViews(engine, arch, 1, 0), "sha256")
-        differing = [key for key, text in reader.texts(tied=True).items() if not text.startswith("sha256:")]
+        differing = [key for key, text in report_of(monkeypatch, engine, config).items() if not text.startswith("sha256:")]
         assert differing == ([f"model.embed_tokens.weight[0:{arch.vocab_size},0:{arch.hidden_size}]"] if stale else [])
+
+
+def test_a_config_that_does_not_tie_has_a_head_of_its_own(monkeypatch):
+    config = tiny_config("qwen3", num_hidden_layers=1, tie_word_embeddings=False).to_dict()
+    arch = ModelArchitecture.from_hf_config(config)
+    (pieces,) = engine_pieces(arch, 1, frozenset())
+    engine = engine_of(pieces, canonical(arch, frozenset()))
+    rows = engine.lm_head.weight.detach()
+    engine.lm_head.weight, engine.lm_head.input_size_per_partition = torch.nn.Parameter(torch.empty(0)), rows.shape[1]
+    engine.lm_head.cpu_linear = lambda eye, weight, bias: eye @ rows.t()
+    wanted, head = report_of(monkeypatch, engine, config), unsigned_zero(rows[: arch.vocab_size])
+    assert wanted[f"lm_head.weight[0:{arch.vocab_size},0:{arch.hidden_size}]"] == fingerprint(head, "sha256")
+    without = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    for silent in (without, without | {"tie_word_embeddings": None}):
+        assert report_of(monkeypatch, engine, silent) == wanted
+    del engine.lm_head
+    with pytest.raises(ValueError, match=r"has no lm_head\.weight, and the actor's has"):
+        report_of(monkeypatch, engine, config)

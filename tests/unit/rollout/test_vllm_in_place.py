@@ -12,8 +12,8 @@ from conversion.names import SCALE_SUFFIX
 from jetrl_megatron.rollout import bucket, held_views, vllm_worker
 from jetrl_megatron.rollout.bucket import fill_buckets
 from jetrl_megatron.rollout.fingerprint import fingerprint
-from jetrl_megatron.rollout.held_views import HeldViews, KeptViews
-from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces
+from jetrl_megatron.rollout.held_views import HeldViews, KeptViews, same_elements
+from jetrl_megatron.rollout.published import EnginePlans, Fingerprints, engine_pieces, rectangle
 from jetrl_megatron.rollout.vllm_in_place import InPlaceWriter
 from jetrl_megatron.rollout.vllm_worker import WeightReader, _Reader
 from tests.tiny_models import tiny_config
@@ -135,6 +135,7 @@ def test_what_is_kept_between_pushes_holds_no_parameter_that_was_replaced(pushed
     assert same_parameters(engine, wanted) and torch.equal(old.weight.float(), stale.float())
     report = pushed.worker.jetrl_fingerprints(pushed.config, "sha256", False, False)
     key = "model.layers.0.self_attn.o_proj.weight[0:256,256:512]"
+    assert report["fp8_linears"] == len(fp8_modules(ModelArchitecture.from_hf_config(pushed.config)))
     assert report["held"][key] == fingerprint(wanted.get_parameter("model.layers.0.self_attn.o_proj.weight"), "sha256")
     assert pushed.worker._jetrl_kept._held.plan is kept.plan, "planned once"
     attention.o_proj.weight.view(torch.uint8)[0, 0] ^= 1
@@ -154,12 +155,29 @@ def move_bytes(engine):
     parameter.data = parameter.data.clone()
 
 
-def turn_bytes(engine):
-    parameter = engine.get_parameter("model.layers.0.mlp.down_proj.weight")
-    parameter.data = parameter.data.t()
+def turn(engine):
+    parameter = engine.get_parameter("lm_head.weight")
+    parameter.data = parameter.data.reshape(parameter.shape[::-1]).t()
 
 
-@pytest.mark.parametrize("change", [replace_module, replace_parameter, move_bytes, turn_bytes, None])
+def read_as_another_type(engine):
+    parameter = engine.get_parameter("lm_head.weight")
+    parameter.data = parameter.data.view(torch.float16)
+
+
+def replace_dictionaries(engine):
+    """As `copy.copy` of a module's attributes does; what was there before holds the old modules and parameters."""
+    layer = engine.get_submodule("model.layers.0")
+    layer._modules = dict(layer._modules)
+    layer.mlp = copy.deepcopy(layer.mlp)
+    norm = engine.get_submodule("model.norm")
+    norm._parameters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in norm._parameters.items()}
+
+
+CHANGES = [replace_module, replace_parameter, move_bytes, turn, read_as_another_type, replace_dictionaries, None]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_views_are_found_anew_where_the_model_changed(change, monkeypatch):
     arch = arch_of()
     fp8 = fp8_modules(arch)
@@ -168,16 +186,23 @@ def test_views_are_found_anew_where_the_model_changed(change, monkeypatch):
     assert kept.of(engine, arch, 1, 0) is not kept.of(engine, arch, 1, 0), "parameters on a CPU may get other memory at a reload"
     monkeypatch.setattr(held_views, "keeps_addresses", lambda model: True)
     first = kept.of(engine, arch, 1, 0)
+    assert all(first.view(place) is first.view(place) for place in first.plan.places), "a view is made once"
     if change is not None:
         change(engine)
     again = kept.of(engine, arch, 1, 0)
     assert (again is first) == (change is None) and kept.of(engine, arch, 1, 0) is again
     for place in again.plan.places:
-        memory = engine.get_parameter(f"{place.module}.{place.parameter}").untyped_storage().data_ptr()
-        assert again.view(place).untyped_storage().data_ptr() == memory, place
+        parameter = engine.get_parameter(f"{place.module}.{place.parameter}").detach()
+        assert same_elements(again.view(place), rectangle(parameter, place.rows_held, place.cols_held)), place
+    for rank in (0, 1):
+        assert kept.of(engine, arch, 2, rank).plan == EnginePlans().of(arch, 2, fp8)[rank], "another rank, of another degree"
+    assert kept.of(engine, arch, 1, 0).plan == again.plan
     assert kept.of(copy.deepcopy(engine), arch, 1, 0) is not again, "another model"
     other = arch_of(vocab_size=500)
     assert kept.of(Engine(engine_pieces(other, 1, fp8)[0]), other, 1, 0).plan.places != again.plan.places
+    with pytest.raises(ValueError, match=r"their config\.json differ"):
+        kept.of(torch.nn.Linear(2, 2), arch, 1, 0)
+    assert kept._held is None, "a model that is gone stays in no memory"
 
 
 def test_a_plan_of_another_model_or_degree_is_made_anew():
