@@ -89,13 +89,24 @@ def transpose(w: BlockScaled) -> BlockScaled:
 def quantize_operands(
     source: Source, t_block: tuple[int, int] | None, *, dtype: torch.dtype, scale_format: ScaleFormat
 ) -> tuple[BlockScaled, BlockScaled | None]:
-    """(the source in 1x128 groups, its transpose in `t_block`, padded, or None without one), in one read."""
+    """(the source in 1x128 groups, its transpose in `t_block`, padded, or None without one), in one read.
+
+    Raises ValueError on another `t_block` than (1, 128) and (128, 128).
+    """
     if t_block is None:
         return quantize_rows(source, dtype=dtype, scale_format=scale_format), None
-    t_mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
-    row_wise, transposed = quantize_tiles(source, GROUPED, t_mode, dtype=dtype, scale_format=scale_format)
+    row_wise, transposed = quantize_tiles(source, GROUPED, scale_mode(t_block), dtype=dtype, scale_format=scale_format)
     assert row_wise is not None
     return row_wise, transposed
+
+
+def scale_mode(block: tuple[int, int]) -> int:
+    """How a tile is scaled for `block`; raises ValueError on another than (1, 128) and (128, 128)."""
+    if block == ROW_BLOCK:
+        return GROUPED
+    if block == WEIGHT_BLOCK:
+        return BLOCKED
+    raise ValueError(f"t_block is {block}; the GPU quantiser writes a transpose in {ROW_BLOCK} and {WEIGHT_BLOCK}")
 
 
 def quantize_rows(source: Source, *, dtype: torch.dtype, scale_format: ScaleFormat) -> BlockScaled:

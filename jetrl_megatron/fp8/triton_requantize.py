@@ -17,7 +17,7 @@ from jetrl_megatron.config import ScaleFormat
 from jetrl_megatron.fp8.block_scaled import BlockScaled, num_blocks
 from jetrl_megatron.fp8.quantize import GROUP, ROW_BLOCK
 from jetrl_megatron.fp8.triton_cast import cast_format, contiguous_rows, divided, group_scale, pack_words, reciprocal
-from jetrl_megatron.fp8.triton_quantize import BLOCKED, GROUPED, scaled_buffer
+from jetrl_megatron.fp8.triton_quantize import BLOCKED, scale_mode, scaled_buffer
 
 WARPS = 4
 """Of a program: a thread has 128 values in 128 registers. Twice the warps take a fifth longer, fewer columns a program as long."""
@@ -26,10 +26,13 @@ WARPS = 4
 def requantize_transposed(
     x: BlockScaled, *, scale_format: ScaleFormat = ScaleFormat.fp32, t_block: tuple[int, int] = ROW_BLOCK
 ) -> BlockScaled:
-    """`quantize.requantize_transposed` without a full-precision copy in memory; x in E4M3. Raises ValueError as `contiguous_rows` does."""
+    """`quantize.requantize_transposed` without a full-precision copy in memory; x in E4M3.
+
+    Raises ValueError as `contiguous_rows` does, and on another `t_block` than (1, 128) and (128, 128).
+    """
     assert x.block == ROW_BLOCK and x.data.dtype is torch.float8_e4m3fn, (x.block, x.data.dtype)
     rows, cols = x.shape
-    mode = GROUPED if t_block == ROW_BLOCK else BLOCKED
+    mode = scale_mode(t_block)
     out = scaled_buffer(None, mode, cols, num_blocks(rows, GROUP) * GROUP, x.data.dtype, x.data.device)
     assert out is not None
     if rows and cols:

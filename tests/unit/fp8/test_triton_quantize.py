@@ -85,6 +85,20 @@ def test_tiles_have_the_same_bytes_in_either_order(shape, monkeypatch):
         assert got.same_bytes(want)
 
 
+def test_a_transpose_in_other_blocks_is_refused():
+    x = matrix((128, 256)).to(DEVICE)
+    row_wise = triton_quantize.quantize(x, (1, 128))
+    calls = [
+        lambda block: triton_quantize.quantize_dual(x, t_block=block),
+        lambda block: triton_fused.swiglu_quantize(x, t_block=block),
+        lambda block: triton_fused.rms_norm_quantize(x, x[0], 1e-6, t_block=block),
+        lambda block: triton_requantize.requantize_transposed(row_wise, t_block=block),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"t_block is \(128, 1\); the GPU quantiser writes a transpose in \(1, 128\) and \(128, 128\)"):
+            call((128, 1))
+
+
 @pytest.mark.parametrize("shape", [(128, 256), (130, 128)])
 @pytest.mark.parametrize("scale_format", list(ScaleFormat))
 def test_weight_and_its_byte_transpose_in_one_read(shape, scale_format):
