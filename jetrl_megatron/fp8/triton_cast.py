@@ -146,12 +146,18 @@ def group_scale(amax_bits, F: tl.constexpr):
 
 
 @triton.jit
+def near_inverse(x):
+    """1 / x in FP32, right to one unit in the last place; subnormal numbers count as zero. Not for the interpreter."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def inverse(scale, F: tl.constexpr):
     """(high, low) of 1 / scale, high a few units below it; where divisions are true ones, (scale, scale)."""
     if F.plain:
         high, low = scale, scale
     else:
-        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+        near = near_inverse(scale)
         high = (near.to(tl.int32, bitcast=True) - BELOW).to(tl.float32, bitcast=True)
         low = tl.fma(-high, scale, tl.zeros_like(scale) + 1.0) * high
     return high, low
@@ -172,7 +178,7 @@ def reciprocal(scale, F: tl.constexpr):
     if F.soft:
         inverse = scale
     else:
-        near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+        near = near_inverse(scale)
         inverse = tl.fma(near, tl.fma(-near, scale, tl.full(scale.shape, 1.0, tl.float32)), near)
     return inverse
 

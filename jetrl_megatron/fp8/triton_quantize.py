@@ -29,7 +29,7 @@ TILE_REGISTERS = 80
 """Registers of its threads at most: three programs then fit on a multiprocessor of an H100 or H200. Not where values come one by one
 (`CastFormat.plain`): there the limit costs spills."""
 NONE, GROUPED, BLOCKED = 0, 1, 2
-"""How a tile's output is scaled: not written, in 1x128 groups, as one 128x128 block."""
+"""How a tile's output is scaled: not written (the transpose alone), in 1x128 groups, as one 128x128 block."""
 
 
 def quantize(
@@ -40,9 +40,7 @@ def quantize(
     if block == ROW_BLOCK:
         return quantize_rows(source, dtype=dtype, scale_format=scale_format)
     if block == WEIGHT_BLOCK:
-        out, _ = quantize_tiles(source, BLOCKED, NONE, dtype=dtype, scale_format=scale_format)
-        assert out is not None
-        return out
+        return quantize_tiles(source, BLOCKED, NONE, dtype=dtype, scale_format=scale_format)[0]
     raise ValueError(
         f"block is {block}; the GPU quantiser writes {ROW_BLOCK} and {WEIGHT_BLOCK}, and (128, 1) as quantize_dual's transposed copy"
     )
@@ -67,7 +65,6 @@ def quantize_weight(
     into, into_t = out or (None, None)
     assert out is None or (into_t is None) != with_transpose, "with_transpose is not that of the former call"
     codes, codes_t = quantize_tiles(source, BLOCKED, t_mode, dtype=E4M3, scale_format=scale_format, row_out=into, t_out=into_t)
-    assert codes is not None
     if with_transpose and not whole:
         codes_t = transpose(codes)
         if into_t is not None:
@@ -95,9 +92,7 @@ def quantize_operands(
     """
     if t_block is None:
         return quantize_rows(source, dtype=dtype, scale_format=scale_format), None
-    row_wise, transposed = quantize_tiles(source, GROUPED, scale_mode(t_block), dtype=dtype, scale_format=scale_format)
-    assert row_wise is not None
-    return row_wise, transposed
+    return quantize_tiles(source, GROUPED, scale_mode(t_block), dtype=dtype, scale_format=scale_format)
 
 
 def scale_mode(block: tuple[int, int]) -> int:
@@ -137,17 +132,17 @@ def quantize_tiles(
     scale_format: ScaleFormat,
     row_out: BlockScaled | None = None,
     t_out: BlockScaled | None = None,
-) -> tuple[BlockScaled | None, BlockScaled | None]:
-    """(the source scaled as `row_mode`, its transpose, padded, scaled as `t_mode`), None where the mode is NONE.
+) -> tuple[BlockScaled, BlockScaled | None]:
+    """(the source scaled as `row_mode`, its transpose, padded, scaled as `t_mode`, or None where that is NONE).
 
     row_out, t_out: what a former call with the same modes and shape returned, to be overwritten.
     """
     rows, cols = source.x.shape[0], source.cols
     row_out = scaled_buffer(row_out, row_mode, rows, cols, dtype, source.x.device)
-    t_out = scaled_buffer(t_out, t_mode, cols, num_blocks(rows, GROUP) * GROUP, dtype, source.x.device)
+    padded_rows = num_blocks(rows, GROUP) * GROUP
+    t_out = None if t_mode == NONE else scaled_buffer(t_out, t_mode, cols, padded_rows, dtype, source.x.device)
     if rows and cols:
-        row_, t_ = row_out or t_out, t_out or row_out
-        assert row_ is not None and t_ is not None, (row_mode, t_mode)
+        t_ = t_out or row_out
         row_blocks, col_blocks = num_blocks(rows, GROUP), num_blocks(cols, GROUP)
         # What reads one matrix is faster along its rows, what reads several down their columns.
         across = source.kind == PLAIN and row_blocks <= MAX_GRID_Y
@@ -157,9 +152,9 @@ def quantize_tiles(
         cast = cast_format(source.paired, dtype, scale_format)
         tile_kernel[grid](
             *source.arguments(),
-            row_.data.view(torch.uint8),
-            row_.scale,
-            *row_.scale.stride(),
+            row_out.data.view(torch.uint8),
+            row_out.scale,
+            *row_out.scale.stride(),
             t_.data.view(torch.int32) if t_out is not None else t_.data.view(torch.uint8),
             t_.scale,
             *t_.scale.stride(),
@@ -186,10 +181,8 @@ def empty_grouped(rows: int, cols: int, dtype: torch.dtype, device: torch.device
     return BlockScaled(torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=device), scale, ROW_BLOCK)
 
 
-def scaled_buffer(old: BlockScaled | None, mode: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> BlockScaled | None:
-    """`old`, counted as changed, or unwritten codes [rows, cols] and scales; None for the mode NONE."""
-    if mode == NONE:
-        return None
+def scaled_buffer(old: BlockScaled | None, mode: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> BlockScaled:
+    """`old`, counted as changed, or unwritten codes [rows, cols] and scales, as `mode` scales them: GROUPED or BLOCKED."""
     if old is not None:
         assert (old.shape, old.block, old.data.dtype) == ((rows, cols), (ROW_BLOCK, WEIGHT_BLOCK)[mode == BLOCKED], dtype), old.shape
         torch.autograd.graph.increment_version((old.data, old.scale))  # a kernel's writes are not seen

@@ -34,7 +34,6 @@ def requantize_transposed(
     rows, cols = x.shape
     mode = scale_mode(t_block)
     out = scaled_buffer(None, mode, cols, num_blocks(rows, GROUP) * GROUP, x.data.dtype, x.data.device)
-    assert out is not None
     if rows and cols:
         codes = contiguous_rows(x.data.view(torch.uint8))
         in_words = cols % 4 == 0 and codes.stride(0) % 4 == 0 and codes.data_ptr() % 4 == 0

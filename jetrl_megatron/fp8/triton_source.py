@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_megatron.fp8.triton_cast import near_inverse
+
 PLAIN, NORM, SWIGLU, SWIGLU_GRAD = 0, 1, 2, 3
 """Kinds of source."""
 
@@ -99,7 +101,7 @@ def inverse_of_one_plus_exp(x, SOFT: tl.constexpr):
         power: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
         exp = tl.inline_asm_elementwise(power, "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1)
         quarter = tl.fma(exp, tl.full(x.shape, 0.25, tl.float32), tl.full(x.shape, 0.25, tl.float32))
-        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [quarter], dtype=tl.float32, is_pure=True, pack=1)
+        inverse = near_inverse(quarter)
     return inverse, quarter
 
 
