@@ -11,7 +11,8 @@ The tour, in the order the data flows; each package's docstring says which file 
 - `loop`: the parts of one run; `train`: the loop itself; `evaluate`: a model on a benchmark; `metrics`: what a step reports.
 - `flow`: every operator of vLLM against the actor's.
 - `run`: run directory, checkpoints, signals, records, report, local launch.
-- `cli`, `expected_warnings`: the command `jetrl`. `bench`: timings of kernels, linears, the update step and engines.
+- `cli`, `expected_warnings`: the command `jetrl`. `failure`: the error that ends it with one line.
+- `bench`: timings of kernels, linears, the update step and engines.
 
 The sibling package `conversion` moves weights between Hugging Face and any layout of the actor. Nothing is imported here.
 """
